@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
+    import recording
     from headwise.tutorial import timing
 
     this, other = Checkout(HERE.parents[1]), Checkout(options.before.resolve())
@@ -239,12 +240,12 @@ def main() -> None:
         rows.append({"case": name, "seconds": seconds, "speed": speed})
         lines.append([name, f"{1e3 * seconds.median:.3f}", f"{speed.median:.3f}"])
         print(*lines[-1], f"{speed.low:.3f} to {speed.high:.3f}", sep="  ", flush=True)
-    timing.show("This checkout beside another", ["", "ms", "× its speed"], lines)
+    recording.show("This checkout beside another", ["", "ms", "× its speed"], lines)
     if not options.no_record:
         git = ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         settings = {"before": commit, "only": options.only, "rounds": options.rounds}
-        timing.record("checkouts", settings, rows, RESULTS)
+        recording.record("checkouts", settings, rows, RESULTS)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.models.gpt import GPT
-from headwise.models.gpt_config import GPTConfig
+import recording
+from headwise.models.gpt import GPT, GPTConfig
 from headwise.tutorial import timing
 from headwise.tutorial.timing import Spread
 
@@ -71,7 +71,7 @@ def calls(options: argparse.Namespace, clock: Any) -> list[dict[str, Any]]:
         ]
         for row in rows
     ]
-    timing.show("forward + backward", ["call", "ms without", "× with dropout"], cells)
+    recording.show("forward + backward", ["call", "ms without", "× with dropout"], cells)
     return rows
 
 
@@ -156,7 +156,7 @@ def steps(options: argparse.Namespace, clock: Any) -> list[dict[str, Any]]:
                 f"{row['beside transformers on sdpa'].median:.3f}",
             ]
         )
-    timing.show("a training step", ["model, dropout", "s", "× transformers on sdpa"], cells)
+    recording.show("a training step", ["model, dropout", "s", "× transformers on sdpa"], cells)
     return rows
 
 
@@ -175,7 +175,7 @@ def main() -> None:
     for part in options.part or ("calls", "steps"):
         rows += {"calls": calls, "steps": steps}[part](options, clock)
     if not options.no_record:
-        timing.record("dropout", vars(options), rows, RESULTS)
+        recording.record("dropout", vars(options), rows, RESULTS)
 
 
 if __name__ == "__main__":

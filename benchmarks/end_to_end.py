@@ -34,6 +34,7 @@ import transformers
 from torch import Tensor
 
 import headwise as hw
+import recording
 from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
@@ -270,9 +271,9 @@ def main() -> None:
         for r in rows
     ]
     columns = ["", "s on sdpa", "× its speed", "attention", "predicted", "share of it"]
-    timing.show("whole models", columns, lines)
+    recording.show("whole models", columns, lines)
     if not options.no_record:
-        timing.record("end_to_end", vars(options) | {"memory": KEPT}, rows, RESULTS)
+        recording.record("end_to_end", vars(options) | {"memory": KEPT}, rows, RESULTS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+import recording
 from headwise.core.reference import attention
 from headwise.tutorial import timing
 from statistic_sets import MAP, masses, singles
@@ -250,7 +251,7 @@ def measure(length: int, rounds: int, backend: str) -> list[dict[str, Any]]:
     served_by = hw.explain(*inputs(length), mask=hw.Causal()).chosen
     rows[0]["served_by"] = backend = served_by if backend == "auto" else backend
     title = f"B 1, H {HEADS}, T {length}, D {DIM}, causal, float32, backend {backend}"
-    timing.show(title, ["", "ms", "× attend"], lines)
+    recording.show(title, ["", "ms", "× attend"], lines)
     for name, reason in refused.items():
         rows.append({"length": length, "contender": name, "refused": reason})
         print(f"{name}: {reason}")
@@ -331,7 +332,7 @@ def main() -> None:
         ]
     if not chosen.no_record:
         name = "every_statistic_long" if chosen.long else "every_statistic"
-        print(f"kept in {timing.record(name, settings, rows, RESULTS)}")
+        print(f"kept in {recording.record(name, settings, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

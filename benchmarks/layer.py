@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.tutorial.timing import Spread, fastest, interleaved, ratio, record, show
+from headwise.tutorial.timing import Spread, interleaved, ratio
+from recording import fastest, record, show
 
 RESULTS = Path(__file__).parent / "results"
 E, H = 768, 12

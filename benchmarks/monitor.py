@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.models.gpt import GPT
-from headwise.models.gpt_config import GPTConfig
+import recording
+from headwise.models.gpt import GPT, GPTConfig
 from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
@@ -117,11 +117,11 @@ def main() -> None:
         spread = f"{over.median:.3f} ({over.low:.3f} to {over.high:.3f})"
         lines.append([name, f"{1e3 * spent.median:.1f}", spread])
     title = f"{LAYERS} layers × {HEADS} heads, width {WIDTH}, context {CONTEXT}, batch {BATCH}"
-    timing.show(title, ["", "ms", "× plain"], lines)
+    recording.show(title, ["", "ms", "× plain"], lines)
     if not chosen.no_record:
         settings = {"rounds": chosen.rounds, "queries": 64, "cpu_time": chosen.cpu_time}
         name = "monitor" if chosen.part is None else f"monitor_{chosen.part}"
-        print(f"kept in {timing.record(name, settings, rows, RESULTS)}")
+        print(f"kept in {recording.record(name, settings, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 from headwise.kernels import ctypes_api as cpu
-from headwise.tutorial.timing import record
 from native_own import MATRIX, backward, decode, forward
 from native_peers import layers, peers
 from native_run import DTYPES, NATIVE, Run, Shape, brief, rates, show_goals, show_rows
+from recording import record
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("forward", "backward", "decode", "peers")

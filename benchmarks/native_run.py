@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.tutorial.timing import Spread, interleaved, ratio, show
+from headwise.tutorial.timing import Spread, interleaved, ratio
+from recording import show
 
 NATIVE, SEEING, SCORES, COLUMNS = "native", "native, seeing", "scores only", "column sums"
 SDPA, MATMUL = "SDPA", "matmul + softmax"

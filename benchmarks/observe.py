@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+import recording
 from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
@@ -188,7 +189,7 @@ def main() -> None:
     if not chosen.no_record:
         settings = {"rounds": chosen.rounds, "device": chosen.device, "dtype": chosen.dtype}
         name = "observe" if chosen.device == "cpu" else f"observe_{chosen.device}"
-        print(f"kept in {timing.record(name, settings, rows, RESULTS, chosen.device)}")
+        print(f"kept in {recording.record(name, settings, rows, RESULTS, chosen.device)}")
 
 
 def timed(on: Case, rounds: int) -> list[dict[str, Any]]:
@@ -202,7 +203,7 @@ def timed(on: Case, rounds: int) -> list[dict[str, Any]]:
         rows.append({"case": str(on), "contender": name, "seconds": time, "beside_attend": beside})
         spread = f"{beside.median:.2f} ({beside.low:.2f} to {beside.high:.2f})"
         lines.append([name, f"{1e3 * time.median:.2f}", spread])
-    timing.show(str(on), ["", "ms", "× attend"], lines)
+    recording.show(str(on), ["", "ms", "× attend"], lines)
     if "materialised weights" in taken:
         seen = f"observe: {SET}"
         gain = timing.ratio(taken, "materialised weights", seen)
@@ -220,7 +221,7 @@ def memory(on: Case) -> list[dict[str, Any]]:
         sizes = [peak(kind, on, n) for n in within]
         lines.append([kind, *(f"{size / 2**20:.0f}" for size in sizes)])
         rows.append({"peak_bytes": kind, "lengths": within, "bytes": sizes})
-    timing.show(
+    recording.show(
         "peak memory above the inputs, MiB",
         ["T", *map(str, lengths)],
         [[*line, *[""] * (5 - len(line))] for line in lines],

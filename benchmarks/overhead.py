@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+import recording
 from headwise.backends import choose
 from headwise.core.call import Call
 from headwise.tutorial import timing
@@ -184,12 +185,12 @@ def main() -> None:
     over = [b - a for a, b in zip(*imports.values(), strict=True)]
     rows.append({"import headwise, over torch's": timing.Spread.of(over)})
     rows.append({"choosing the backend, seconds": choosing})
-    timing.show(f"B 1, H {HEADS}, T 1, S {KEYS}, D {DIM}, one thread", ["", "µs", ""], lines)
-    timing.show(f"GPT-2, {LAYERS} layers of width 32, T 16", ["", "ms", ""], above)
+    recording.show(f"B 1, H {HEADS}, T 1, S {KEYS}, D {DIM}, one thread", ["", "µs", ""], lines)
+    recording.show(f"GPT-2, {LAYERS} layers of width 32, T 16", ["", "ms", ""], above)
     print(f"import headwise takes {timing.Spread.of(over).median:.2f} s over import torch")
     print(f"choosing the backend takes {1e6 * choosing.median:.1f} µs of attend")
     if not chosen.no_record:
-        print(f"kept in {timing.record('overhead', {'rounds': chosen.rounds}, rows, RESULTS)}")
+        print(f"kept in {recording.record('overhead', {'rounds': chosen.rounds}, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.models import gpt
-from headwise.models.data import encode, manual, manual_passage
+from headwise.models.corpus import encode, manual, manual_passage
 from headwise.stats.record import Reading
 from headwise.stats.sampling import draw
 from headwise.stats.tables import summarise

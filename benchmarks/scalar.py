@@ -10,9 +10,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headwise.tutorial import timing
-from headwise.tutorial.implementations import scalar
-from headwise.tutorial.implementations.scalar import Matrix, ScalarGPT, Vector
+import recording
+from headwise.systems import scalar
+from headwise.systems.scalar import Matrix, ScalarGPT, Vector
 
 SEEDS = (0, 1, 2)
 
@@ -52,7 +52,7 @@ def main() -> None:
     found = {"benchmark": "scalar parts", "date": now.isoformat(timespec="seconds")}
     settings = {"steps": steps, "seeds": SEEDS, "python": platform.python_version()}
     out = Path(__file__).parent / "results" / f"scalar-parts-{now:%Y%m%dT%H%M%SZ}.json"
-    print(timing.write_run(out, {**found, "settings": settings, "rows": rows}))
+    print(recording.write_run(out, {**found, "settings": settings, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+import recording
 from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
@@ -141,7 +142,7 @@ def measure_time(rounds: int, length: int, where: Where) -> list[dict[str, Any]]
         rows.append(row)
         spread = f"{beside.median:.3f} ({beside.low:.3f} to {beside.high:.3f})"
         lines.append([name, f"{1e3 * time.median:.1f}", spread])
-    timing.show(
+    recording.show(
         f"12 layers × 12 heads, width 768, B 1, T {length}, {where.dtype} on {where.device}",
         ["", "ms", "× not watched"],
         lines,
@@ -161,7 +162,7 @@ def measure_memory() -> list[dict[str, Any]]:
     weights = [12 * 12 * n * n * 4 for n in LENGTHS]
     rows.append({"weights_alone_bytes": "eager", "lengths": list(LENGTHS), "bytes": weights})
     lines.append(["eager: the weights alone", *(f"{size / 2**20:,.0f}" for size in weights)])
-    timing.show("peak memory above the model, MiB", ["T", *map(str, LENGTHS)], lines)
+    recording.show("peak memory above the model, MiB", ["T", *map(str, LENGTHS)], lines)
     return rows
 
 
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not chosen.no_record:
         name = "watching" if chosen.device == "cpu" else f"watching_{chosen.device}"
         settings = {"rounds": chosen.rounds, "device": chosen.device, "dtype": chosen.dtype}
-        print(f"kept in {timing.record(name, settings, rows, RESULTS, chosen.device)}")
+        print(f"kept in {recording.record(name, settings, rows, RESULTS, chosen.device)}")
 
 
 if __name__ == "__main__":

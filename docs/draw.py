@@ -5,15 +5,17 @@ key has.
 """
 
 from html import escape
+from math import ceil, floor, log10
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.models.data import repeated_tokens
+from headwise.models.corpus import repeated_tokens
 from headwise.models.gpt import builtin, load
 from headwise.report import token_texts
+from headwise.tutorial.compare import Row, climb, parse_sizes
 
 HERE = Path(__file__).parent
 TEXT = 'The "with" statement is used. The "with" statement is used.'
@@ -46,6 +48,11 @@ def main() -> None:
         ("layer 1, head 1", "finds what followed last time", maps[1, 1]),
     ]
     (HERE / "induction.svg").write_text(drawn(pair, tokens), "utf-8")
+
+    result = climb(parse_sizes(["4x256x256x8"]))
+    where = f"{result.provenance['machine']['cpu']}, B x T x E x H = 4x256x256x8"
+    rows = [row for row in result.rows if row.forward and row.step and row.peak_bytes]
+    (HERE / "ladder.svg").write_text(rungs(rows, where), "utf-8")
 
 
 def attention(model: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -95,6 +102,52 @@ def shades(matrix: Tensor, left: int) -> list[str]:
         for level, paths in sorted(cells.items())
         if level
     ]
+
+
+def rungs(rows: list[Row], where: str) -> str:
+    """Return an SVG with a line for each rung: times and memory on logarithmic axes."""
+    width, line, left, plot = 760, 22, 130, 270
+    height = 70 + line * len(rows)
+    panels = [
+        ("ms: forward (filled), forward and backward (open)", left, _times),
+        ("MiB added by forward and backward", left + plot + 50, _memory),
+    ]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        DARK,
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text x="{left}" y="14" font-size="12">{escape(where)}; further left is better</text>',
+    ]
+    for number, row in enumerate(rows):
+        y = 58 + line * number
+        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{row.rung}</text>')
+        parts.append(f'<path d="M{left} {y}h{width - left - 20}" stroke="#ddd"/>')
+    for title, start, values_of in panels:
+        logs = [[log10(value) for value in values_of(row)] for row in rows]
+        low, high = floor(min(map(min, logs))), ceil(max(map(max, logs)))
+        parts.append(f'<text x="{start}" y="32" fill="#444">{title}</text>')
+        for power in range(low, high + 1):
+            x = start + plot * (power - low) / (high - low)
+            parts.append(f'<path d="M{x:.1f} 46V{height - 8}" stroke="#ddd"/>')
+            parts.append(f'<text x="{x:.1f}" y="44" text-anchor="middle">{10.0**power:g}</text>')
+        for number, values in enumerate(logs):
+            for value, fill in zip(values, ("#08306b", "none"), strict=False):
+                x = start + plot * (value - low) / (high - low)
+                at = f'cx="{x:.1f}" cy="{58 + line * number}" r="4"'
+                parts.append(f'<circle {at} fill="{fill}" stroke="#08306b"/>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _times(row: Row) -> list[float]:
+    assert row.forward is not None
+    assert row.step is not None
+    return [1e3 * row.forward.median, 1e3 * row.step.median]
+
+
+def _memory(row: Row) -> list[float]:
+    assert row.peak_bytes is not None
+    return [row.peak_bytes / 2**20]
 
 
 def label(token: str) -> str:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models.run import Run, TrainConfig
 
 COLLAPSED = 0.1  # nats: e^0.1, 1.1 keys
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise.models import data as corpus
+from headwise.models import corpus
 from headwise.models.gpt import GPT, GPTConfig, builtin, load
 from headwise.telemetry import RULES
 

@@ -30,10 +30,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from headwise.models import checkpoint
-from headwise.models import train as training
-from headwise.models.train_loop import Run, TrainConfig
-from headwise.weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS
+from headwise.models import checkpoint, training
+from headwise.models.run import Run, TrainConfig
+from headwise.weights.folders import CONFIG, TOKENIZER, WEIGHTS
 
 STEPS = 8
 FILES = set(Run.FILES)

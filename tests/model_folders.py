@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from headwise.models.data import train_tokenizer
+from headwise.models.corpus import train_tokenizer
 
 TEXT = "so much, so much naïve. so naïve and much so, and so on and on.\n"
 HEADS, WIDTH = 2, 16

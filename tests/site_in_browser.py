@@ -17,7 +17,7 @@ import pytest
 from browser import axe_core, chromium
 
 SITE = Path(__file__).parents[1] / "build" / "site"
-LIVE = ("gpt", "bert", "compare", "ladder", "timeline")
+LIVE = ("gpt", "bert", "compare", "timeline")
 KINDS = (
     "index.html",
     "start.html",

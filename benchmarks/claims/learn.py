@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models.run import Run, TrainConfig
 
 from . import draw
 from .words import and_list, interval, prose, signed, table

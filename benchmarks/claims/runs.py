@@ -11,6 +11,8 @@ from typing import Any
 
 from headwise.tutorial import timing
 
+from .. import recording
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -27,7 +29,7 @@ def keep(path: Path, settings: Any, found: Mapping[str, Any], digits: int = 6) -
         "settings": asdict(settings),
         **found,
     }
-    return timing.write_run(path, run, digits)
+    return recording.write_run(path, run, digits)
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:

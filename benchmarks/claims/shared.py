@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.tutorial.implementations.per_head import MultiHeadedAttentionWrapper
-from headwise.tutorial.implementations.split import MultiHeadAttn
+from headwise.systems.per_head import MultiHeadedAttentionWrapper
+from headwise.systems.split import MultiHeadAttn
 
 from .words import prose, table
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.models import data as corpus
+from headwise.models import corpus
 from headwise.models.gpt import GPT, builtin
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models.run import Run, TrainConfig
 from headwise.report import look
 from headwise.report.head_labels import NO_LABEL
 from headwise.report.label_styles import LABEL_STYLES

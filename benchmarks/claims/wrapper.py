@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headwise.systems.per_head import MultiHeadedAttentionWrapper
+from headwise.systems.split import MultiHeadAttn
 from headwise.tutorial import timing
-from headwise.tutorial.implementations.per_head import MultiHeadedAttentionWrapper
-from headwise.tutorial.implementations.split import MultiHeadAttn
 
 from .words import prose, spread, table, threads
 

@@ -12,8 +12,8 @@ import torch
 from examples import entropy_floor as example
 
 import headwise as hw
-from headwise.models import data as corpus
-from headwise.models.train_loop import Run
+from headwise.models import corpus
+from headwise.models.run import Run
 from headwise.tutorial import timing
 
 from ..claims import runs

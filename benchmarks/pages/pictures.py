@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.models import data as corpus
+from headwise.models import corpus
 from headwise.models.gpt import builtin, load
-from headwise.tutorial import timing
 
+from .. import recording
 from ..claims import runs
 from ..claims.draw import COLOURS, Picture
 
@@ -81,14 +81,16 @@ def measure(ids: list[int]) -> dict[str, Any]:
         "shades": {name: _shaded(name, readings, unit) for name, unit in units.items()}
         | {"offsets": _shaded("offsets", readings), "map": _shaded("map", readings)},
         **{name: _by_head(name, readings) for group in BARS.values() for name in group},
-        "similarity": [timing.rounded(one["similarity"].values[0].tolist(), 2) for one in readings],
+        "similarity": [
+            recording.rounded(one["similarity"].values[0].tolist(), 2) for one in readings
+        ],
         "top": [_surest(one) for one in readings],
     }
 
 
 def _by_head(name: str, readings: list[Any]) -> list[float]:
     """A figure of every head, of which there is one number each."""
-    return timing.rounded([h for one in readings for h in one[name].values[0].tolist()], 3)
+    return recording.rounded([h for one in readings for h in one[name].values[0].tolist()], 3)
 
 
 def _shaded(name: str, readings: list[Any], unit: str = "") -> dict[str, Any]:
@@ -105,7 +107,7 @@ def _shaded(name: str, readings: list[Any], unit: str = "") -> dict[str, Any]:
         "".join(chr(ord("a") + level) if here else "." for level, here in zip(*pair, strict=True))
         for pair in zip(levels.tolist(), counts.tolist(), strict=True)
     ]
-    return timing.rounded({"low": low, "high": high, "most": most, "rows": lines}, 3)
+    return recording.rounded({"low": low, "high": high, "most": most, "rows": lines}, 3)
 
 
 def _surest(reading: Any) -> dict[str, Any]:
@@ -115,13 +117,13 @@ def _surest(reading: Any) -> dict[str, Any]:
     return {
         "head": head,
         "keys": keys[head].tolist(),
-        "weights": timing.rounded(weights[head].tolist(), 2),
+        "weights": recording.rounded(weights[head].tolist(), 2),
     }
 
 
 def write(found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
     """Keep what was measured; the file is whole or absent."""
-    return timing.write_run(folder / RECORD, found)
+    return recording.write_run(folder / RECORD, found)
 
 
 def read(folder: Path = runs.RESULTS) -> dict[str, Any]:

@@ -103,7 +103,6 @@ def commands() -> list[list[str]]:
         + ["--title", "all-MiniLM-L6-v2, a BERT of six layers", "--out", "bert-page.html"],
         ["look", "--text", second, "--quiet", "--out", "other.html", "--save", "other.json"],
         ["look", "--compare", "gpt.json", "other.json", "--out", "compare-page.html"],
-        ["ladder", "--sizes", "1x16x16x4", "--rounds", "3", "--out", "ladder-page.html"],
         [*train, "--lr", "0.1", "--warmup", "0", "--out", "runs/grown"],
         ["timeline", "runs/grown", "--out", "timeline-page.html"],
     ]

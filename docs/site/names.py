@@ -19,16 +19,16 @@ MODULES = {
     "headwise.parallel": "headwise.parallel",
     "headwise.telemetry": "headwise.telemetry",
     "headwise.testing": "headwise.testing",
-    "headwise.naming": "headwise.report.head_labels",
-    "headwise.gpt": "headwise.models.gpt",
+    "headwise.report": "headwise.report.head_labels",
+    "headwise.models": "headwise.models.gpt",
 }
 """What users import, and the module whose `__all__` says what is public in it."""
 
 FURTHER = (
-    "headwise.gpt.builtin",
-    "headwise.corpus.manual",
-    "headwise.corpus.repeated_tokens",
-    "headwise.corpus.train_tokenizer",
+    "headwise.models.builtin",
+    "headwise.models.corpus.manual",
+    "headwise.models.corpus.repeated_tokens",
+    "headwise.models.corpus.train_tokenizer",
 )
 """Names that pages of docs/ use, of modules that list none."""
 

@@ -7,7 +7,7 @@ import pytest
 from headwise.check.steps import check_step
 from headwise.check.steps.base import template
 from headwise.check.verdict import Verdict
-from headwise.tutorial.implementations import max_gpt2
+from headwise.systems import max_gpt2
 
 FILLED = {
     "    # Tensor.constant, F.broadcast_to and F.band_part are of use.\n    return None": (

@@ -15,7 +15,7 @@ from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 import headwise as hw
-from headwise.tutorial.implementations import fused, max_gpt2
+from headwise.systems import fused, max_gpt2
 
 B, T, E, H = 2, 8, 768, 12
 CONFIG = GPT2Config(n_embd=E, n_head=H, attn_pdrop=0.0, resid_pdrop=0.0)

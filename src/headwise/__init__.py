@@ -1,7 +1,7 @@
 """Multi-head attention whose heads you can see."""
 
 from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from .attend import attend
 from .capture import (
@@ -26,9 +26,6 @@ from .core.masks import ALiBi, Bias, Causal, Dense, Documents, Padding, Prefix, 
 from .layers.attention import MultiHeadAttention
 from .layers.kv_cache import KVCache
 from .layers.rope import RoPE
-from .report import look
-from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
-from .report.page.timeline import timeline
 from .stats.distance import Distance
 from .stats.entropy import Entropy
 from .stats.explain import Explanation, explain
@@ -48,24 +45,34 @@ from .stats.seen import Seen
 from .stats.similarity import Similarity
 from .stats.statistic import Statistic
 from .stats.top_keys import TopKeys
-from .telemetry import (
-    Alarm,
-    History,
-    LightningMonitor,
-    Monitor,
-    MonitorCallback,
-    Rule,
-    StopTraining,
-)
-from .telemetry.clip import qk_clip_
-from .telemetry.floor import EntropyFloor
-from .weights.convert import convert
-from .weights.detect import detect_layout
+
+if _TYPE_CHECKING:
+    from . import models as models
+    from . import parallel as parallel
+    from . import report as report
+    from . import systems as systems
+    from . import telemetry as telemetry
+    from . import testing as testing
+    from . import tutorial as tutorial
+    from . import weights as weights
+    from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
+    from .report.look import look
+    from .report.page.timeline import timeline
+    from .telemetry import (
+        Alarm,
+        History,
+        LightningMonitor,
+        Monitor,
+        MonitorCallback,
+        Rule,
+        StopTraining,
+    )
+    from .telemetry.clip import qk_clip_
+    from .telemetry.floor import EntropyFloor
+    from .weights.convert import convert
+    from .weights.detect import detect_layout
 
 __version__ = "0.1.0"
-
-if TYPE_CHECKING:
-    from . import parallel
 
 __all__ = [
     "LSE",
@@ -145,8 +152,29 @@ __all__ = [
     "watch",
 ]
 
+_LAZY_MODULES = "models parallel report systems telemetry testing tutorial weights".split()
+_LAZY_NAMES = {
+    "report.head_labels": "HeadName Label is_delimiter name_heads naming_statistics",
+    "report.look": "look",
+    "report.page.timeline": "timeline",
+    "telemetry": "Alarm History LightningMonitor Monitor MonitorCallback Rule StopTraining",
+    "telemetry.clip": "qk_clip_",
+    "telemetry.floor": "EntropyFloor",
+    "weights.convert": "convert",
+    "weights.detect": "detect_layout",
+}
+_MODULE_OF = {name: module for module, names in _LAZY_NAMES.items() for name in names.split()}
 
-def __getattr__(name: str) -> Any:
-    if name == "parallel":  # it needs torch.distributed, which takes a while to import
-        return _import_module(".parallel", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY_MODULES:
+        return _import_module(f".{name}", __name__)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

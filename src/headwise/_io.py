@@ -88,7 +88,7 @@ def check_suffix(path: Path, kind: str, own: Sequence[str], instead: str = "") -
 
 
 def _streams() -> Iterator[os.stat_result]:
-    """Standard output and standard error, as far as they are open."""
+    """Yield standard output and standard error, as far as they are open."""
     for number in (1, 2):
         with suppress(OSError):
             yield os.fstat(number)
@@ -122,7 +122,7 @@ def write_whole(
 
 
 def _temporary_folder(parent: Path) -> TemporaryDirectory[str]:
-    """A folder in which nobody else writes, on the file system of `parent`."""
+    """Return a folder in which nobody else writes, on the file system of `parent`."""
     before, after = TEMPORARY.split("*")
     return TemporaryDirectory(after, before, parent)
 
@@ -162,7 +162,7 @@ def _mode(place: Path, part: Path) -> int:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether there is anything in `folder`, its lock left out."""
+    """Return True if there is anything in `folder` besides its lock."""
     return any(one.name != LOCK for one in folder.iterdir())
 
 

@@ -22,7 +22,7 @@ class HeadTable(ABC):
     def table(self) -> list[dict[str, Any]]: ...
 
     def to_pandas(self) -> DataFrame:
-        """`table()` as a pandas `DataFrame`, a row per head.
+        """Return `table()` as a pandas `DataFrame`, a row per head.
 
         Raises:
             ImportError: pandas is not installed.
@@ -49,7 +49,8 @@ class HeadTable(ABC):
 
 
 def frame_of(said: str, table: Callable[[], Any], instead: str = "table()") -> DataFrame:
-    """A table as a pandas `DataFrame`, or an `ImportError` that quotes `said.to_pandas()`."""
+    """Return a table as a pandas `DataFrame`; raise an `ImportError` that quotes
+    `call.to_pandas()`."""
     try:
         from pandas import DataFrame
     except ImportError:
@@ -61,7 +62,7 @@ def frame_of(said: str, table: Callable[[], Any], instead: str = "table()") -> D
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table of HTML; of many, the first.
+    """Return rows as a table of HTML; of many, the first.
 
     >>> html_table([{"head": 0, "entropy": 1.25}, {"head": 1, "entropy": None}]).count("<td>")
     4
@@ -126,7 +127,7 @@ def heads_figure(
 
 
 def _is(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether a column is a figure that can be drawn."""
+    """Return True if a column is a metric that can be drawn."""
     if name in COUNTS or name.endswith(("_se", "_coverage")):
         return False
     return any(isinstance(row.get(name), float) for row in rows)

@@ -1,4 +1,4 @@
-"""Text that others chose: whether it is one, and names made fit to be shown; short `repr`s."""
+"""Text for people: checks of names and texts from others, and short `repr`s."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 2, 4, 4, 4
 
 
 def brief(value: Any) -> str:
-    """A value in a few words: a tensor or an array by its dtype and shape.
+    """Return a value in a few words: a tensor or an array by its dtype and shape.
 
     >>> brief(list(range(100))), brief("so")
     ('[0, 1, 2, 3, ...]', "'so'")
@@ -48,7 +48,7 @@ def brief(value: Any) -> str:
 
 
 def escaped(text: object) -> str:
-    r"""The text with an escape for each character that is not printable, as `repr` has it.
+    r"""Escape each character of a text that is not printable, as `repr` does.
 
     So no name moves the cursor, colours the terminal, ends a line, or fails to be encoded.
 
@@ -61,12 +61,12 @@ def escaped(text: object) -> str:
 
 
 def one_line(said: object) -> str:
-    """A text in one line, such as what an error says."""
+    """Return a text in one line, such as the message of an error."""
     return " ".join(str(said).split())
 
 
 def and_more(said: Sequence[str], most: int = 3) -> str:
-    """The first of a list, and how many more there are.
+    """Return the first of a list, and the number of the others.
 
     >>> and_more(["one", "two", "three"], most=2)
     'one, two and 1 more'

@@ -32,7 +32,7 @@ def attend(
     backend: str = "auto",
     **unknown: Unknown,
 ) -> Float[Tensor, "B H T Dv"]:
-    """Multi-head attention on queries, keys and values that are already split into heads.
+    """Compute multi-head attention on queries, keys and values that are already split into heads.
 
     Args:
         q: queries `[B, H, T, D]`, any floating dtype; query head `h` reads key/value head

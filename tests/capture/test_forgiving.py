@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.capture.modules import attending
 from headwise.capture.watch import DEFAULT
-from headwise.gpt import builtin, load
+from headwise.models import builtin, load
 from headwise.stats.detached import Detached
 
 B, H, T, S, D = 2, 3, 7, 5, 4

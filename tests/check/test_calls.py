@@ -22,7 +22,7 @@ from headwise.check.masks import learn_causality, learn_forms
 from headwise.check.names import building_role, calling_role
 from headwise.check.target import Target
 from headwise.layers.attention import MultiHeadAttention
-from headwise.tutorial.implementations.split import MultiHeadAttn
+from headwise.systems.split import MultiHeadAttn
 
 
 class Attention(nn.Module):

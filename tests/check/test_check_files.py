@@ -136,7 +136,7 @@ def test_the_shell_sees_the_exit_codes(tmp_path: Path) -> None:
 HEADS = """
 import torch
 from torch import nn
-from headwise.tutorial.implementations import per_head
+from headwise.systems import per_head
 
 class Head(per_head.CausalAttention):
     pass

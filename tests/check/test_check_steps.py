@@ -22,7 +22,7 @@ from headwise.check.syntax import Source
 from headwise.check.verdict import Verdict
 from headwise.cli import main
 
-SYSTEMS = Path(__file__).parents[2] / "src" / "headwise" / "tutorial" / "implementations"
+SYSTEMS = Path(__file__).parents[2] / "src" / "headwise" / "systems"
 SOLUTIONS = {
     "scalar": "scalar.py",
     "per_head": "per_head.py",

@@ -30,7 +30,7 @@ from headwise.check.definition.variants import (
 )
 from headwise.check.masks import learn_causality, learn_forms
 from headwise.check.names import parts_of
-from headwise.tutorial.implementations import fused, per_head, split, variants
+from headwise.systems import fused, per_head, split, variants
 
 E, H, D, T = 20, 6, 5, 7
 """Width of the input, heads, their width, tokens: H · D is not E, and nothing is T."""

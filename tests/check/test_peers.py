@@ -19,16 +19,16 @@ from headwise.check import Verdict, check
 from headwise.core.masks import Causal
 from headwise.layers.attention import MultiHeadAttention
 from headwise.layers.rope import RoPE
-from headwise.tutorial.implementations.functional import MultiHead, scaled_dot_product_attention
-from headwise.tutorial.implementations.fused import GPT2MultiHeadAttention
-from headwise.tutorial.implementations.per_head import (
+from headwise.systems.functional import MultiHead, scaled_dot_product_attention
+from headwise.systems.fused import GPT2MultiHeadAttention
+from headwise.systems.per_head import (
     CausalAttention,
     MultiHeadedAttentionWrapper,
     NotebookCausalAttention,
     NotebookMultiHead,
 )
-from headwise.tutorial.implementations.split import MultiHeadAttn
-from headwise.tutorial.implementations.variants import (
+from headwise.systems.split import MultiHeadAttn
+from headwise.systems.variants import (
     Einsum,
     FusedQKV,
     SDPAFlag,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.check import check
 from headwise.layers.attention import MultiHeadAttention
+from headwise.systems.per_head import NotebookCausalAttention
+from headwise.systems.split import MultiHeadAttn
 from headwise.testing import assert_attention
-from headwise.tutorial.implementations.per_head import NotebookCausalAttention
-from headwise.tutorial.implementations.split import MultiHeadAttn
 
 
 class Fast(nn.Module):

@@ -18,8 +18,8 @@ from headwise.check import RULES, Example, Finding, Verdict, check, explain
 from headwise.check.build import Request, Sizes, resolve
 from headwise.check.judge import _joined
 from headwise.layers.attention import MultiHeadAttention
-from headwise.tutorial.implementations.per_head import NotebookCausalAttention
-from headwise.tutorial.implementations.split import MultiHeadAttn
+from headwise.systems.per_head import NotebookCausalAttention
+from headwise.systems.split import MultiHeadAttn
 
 WRONG = check(NotebookCausalAttention, faithful=True)
 RIGHT = check(MultiHeadAttn)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from headwise import __version__
 from headwise.cli.main import main
-from headwise.models.train import TrainConfig
+from headwise.models.training import TrainConfig
 
 TINY = ["--context", "13", "--layers", "1", "--heads", "3", "--width", "15"]
 TINY += ["--vocab", "263", "--batch", "4"]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from headwise.models import data as corpus
+from headwise.models import corpus
 from headwise.models.gpt import GPT, builtin, load
-from headwise.models.train_loop import windows
+from headwise.models.run import windows
 from headwise.report import look
 from headwise.report.schema import Look
 

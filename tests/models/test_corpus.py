@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.models import data as corpus
-from headwise.models.data import TextError
+from headwise.models import corpus
+from headwise.models.corpus import TextError
 
 
 def test_the_manual_is_parted_by_topic_and_no_paragraph_is_on_both_sides() -> None:

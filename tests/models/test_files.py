@@ -25,8 +25,8 @@ from headwise._io import only_writer, place_for, write_whole
 from headwise.capture.captured import Watched, load_seen
 from headwise.cli.main import main
 from headwise.models.gpt import GPT, FolderError, GPTConfig
-from headwise.models.train import train
-from headwise.models.train_loop import TrainConfig
+from headwise.models.run import TrainConfig
+from headwise.models.training import train
 from headwise.report.page import write_page
 from headwise.report.schema import Look, load
 from headwise.weights.files import convert_file
@@ -151,7 +151,6 @@ def test_commands_refuse_it_before_the_slow_part(
     for call in (
         ["look", "--text", "gone", "--out", "{}"],
         ["look", "--json", "--save", "{}", "--text", str(tmp_path / "text")],
-        ["ladder", "--out", "{}"],
     ):
         (tmp_path / "text").write_text("so much, so much.\n")
         arguments = [word.format(tmp_path / "pipe") for word in call]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from headwise.models import generate as generation
-from headwise.models.data import train_tokenizer
-from headwise.models.generate import Generation, Piece, Sampling, generate, stream
+from headwise.models import generation
+from headwise.models.corpus import train_tokenizer
+from headwise.models.generation import Generation, Piece, Sampling, generate, stream
 from headwise.models.gpt import GPT, GPTConfig
 
 PROMPTS = [[5, 9, 1], [7], [3, 3, 8, 2, 11, 6, 4], [12, 10]]

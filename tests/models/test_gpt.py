@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from headwise import Causal, Padding
 from headwise.layers.kv_cache import KVCache
 from headwise.models.gpt import GPT, FolderError, GPT2Attention, GPTConfig, load
-from headwise.weights.hf_folder import write_files
+from headwise.weights.folders import write_files
 
 SIZES: dict[str, Any] = {
     "vocab_size": 53,
@@ -294,7 +294,7 @@ def test_pickled_weights_are_refused_with_a_command_that_converts_them(tmp_path:
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
-    from headwise.models.data import train_tokenizer
+    from headwise.models.corpus import train_tokenizer
 
     with pytest.raises(FolderError, match=r"holds no tokenizer\.json"):
         load(folder)

@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file
 
 from headwise.models import checkpoint
-from headwise.models.data import TextError
+from headwise.models.corpus import TextError
 from headwise.models.gpt import GPT, FolderError, GPTConfig, load
-from headwise.models.train import Progress, train
-from headwise.models.train_loop import Run, TrainConfig, sinusoids
+from headwise.models.run import Run, TrainConfig, sinusoids
+from headwise.models.training import Progress, train
 
 TINY = TrainConfig(
     context=13, layers=2, heads=3, width=15, vocab=263, steps=20, batch=5, warmup=3, dropout=0.1

@@ -23,11 +23,9 @@ from typing import Any
 
 from worlds import gloo, values, world
 
-from headwise.models import checkpoint_folder
-from headwise.models import train as training
+from headwise.models import checkpoint, training
 from headwise.models.checkpoint import CHECKPOINT, tensors_of
-from headwise.models.ranks import TrainingRanks
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models.run import Run, TrainConfig, TrainingRanks
 from headwise.parallel.training import DataParallelRanks
 from kills import main
 
@@ -127,7 +125,7 @@ def run(kills: int, seed: int) -> int:
 
 def _harm(done: list[tuple[str, str]], wanted: list[str]) -> int:
     """How many of the folders do not go on as they should."""
-    pointer = f"{checkpoint_folder.FOLDER}/{checkpoint_folder.POINTER}"
+    pointer = f"{checkpoint.FOLDER}/{checkpoint.POINTER}"
     saved = [folder for folder, _ in done if Path(folder, pointer).exists()]
     ranks = {size: values(size, loaded, saved)[0] for size in (2, 4)}
     ranks[1] = loaded(saved, alone=True)

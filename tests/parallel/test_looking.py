@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from worlds import commanded, gloo, values, world
 
 import headwise as hw
-from headwise.gpt import GPT, GPTConfig
-from headwise.models.data import train_tokenizer
+from headwise.models import GPT, GPTConfig
+from headwise.models.corpus import train_tokenizer
 from headwise.report.schema import load
 
 pytestmark = pytest.mark.ranks
@@ -240,7 +240,7 @@ def test_what_cannot_be_merged() -> None:
         nothing, apart, other, figures = said
         assert "no rank saw anything" in nothing
         assert "ranks gave Running, Watched" in apart
-        assert "merged(int): give what watch()" in other
+        assert "merged(int): give the result of watch()" in other
         assert "does not add up" in figures
 
 

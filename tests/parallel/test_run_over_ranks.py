@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from worlds import gloo, values
 
-from headwise.models import checkpoint_folder
+from headwise.models import checkpoint
 from headwise.models.checkpoint import CHECKPOINT
 from headwise.models.gpt import FolderError, load
-from headwise.models.ranks import TrainingRanks
-from headwise.models.train import train
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models.run import Run, TrainConfig, TrainingRanks
+from headwise.models.training import train
 
 pytestmark = pytest.mark.ranks
 
@@ -108,14 +107,14 @@ def test_a_run_goes_on_with_any_number_of_ranks(text: str, tmp_path: Path) -> No
     (first, *_) = values(2, trained, "fsdp", str(folder), config, 2)
     assert (first.step, first.finished) == (2, False)
     (place,) = places(folder)
-    assert (place / checkpoint_folder.WHOLE).exists()
+    assert (place / checkpoint.COMPLETE).exists()
     assert not (folder / CHECKPOINT).exists()
     values(4, trained, "ddp", str(folder), None, 2)
     assert places(folder) != [place]  # the old one is gone
     alone = trained(None, str(folder), None, 1)
     assert alone.step == 5
     assert (folder / CHECKPOINT).exists()
-    assert not (folder / checkpoint_folder.FOLDER).exists()
+    assert not (folder / checkpoint.FOLDER).exists()
     ended = values(2, trained, "fsdp", str(folder), None, None)
     assert all(one.step == 7 and one.finished for one in ended)
     assert len({one.held_out_loss for one in ended}) == 1
@@ -124,8 +123,8 @@ def test_a_run_goes_on_with_any_number_of_ranks(text: str, tmp_path: Path) -> No
     assert ours.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(ours[name], want[name], atol=1e-6, rtol=0)
-    resumed = checkpoint_folder.newest(folder)
-    wanted = checkpoint_folder.newest(tmp_path / "straight")
+    resumed = checkpoint.newest(folder)
+    wanted = checkpoint.newest(tmp_path / "straight")
     assert resumed.held == wanted.held
     tensors = [
         {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in one.held.items()}
@@ -140,20 +139,20 @@ def test_a_run_goes_on_with_any_number_of_ranks(text: str, tmp_path: Path) -> No
 
 
 def places(folder: Path) -> list[Path]:
-    return [one for one in (folder / checkpoint_folder.FOLDER).iterdir() if one.is_dir()]
+    return [one for one in (folder / checkpoint.FOLDER).iterdir() if one.is_dir()]
 
 
 def test_checkpoints_that_are_none(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "gpt"
     values(2, trained, "fsdp", str(folder), replace(TINY, texts=(text,)), 2)
-    pointer = folder / checkpoint_folder.FOLDER / checkpoint_folder.POINTER
+    pointer = folder / checkpoint.FOLDER / checkpoint.POINTER
     (place,) = places(folder)
 
     def refused(match: str) -> None:
         with pytest.raises(FolderError, match=match):
             trained(None, str(folder), None, 1)
 
-    metadata = place / checkpoint_folder.WHOLE
+    metadata = place / checkpoint.COMPLETE
     kept = metadata.read_bytes()
     metadata.unlink()
     refused("damaged or truncated")
@@ -173,7 +172,7 @@ def test_checkpoints_that_are_none(text: str, tmp_path: Path) -> None:
     refused("its settings call for|larger|sizes")
     pointer.write_text(json.dumps(about))
     shutil.copytree(place, place.parent / "step-9-half")  # of a run that was killed as it saved
-    (place.parent / "step-9-half" / checkpoint_folder.WHOLE).unlink()
+    (place.parent / "step-9-half" / checkpoint.COMPLETE).unlink()
     assert trained(None, str(folder), None, 1).step == 3
     assert not pointer.exists()
 
@@ -182,8 +181,8 @@ def test_another_run_replaces_what_others_left(text: str, tmp_path: Path) -> Non
     folder, config = tmp_path / "gpt", replace(TINY, texts=(text,))
     values(2, trained, "ddp", str(folder), config, 4)
     train(folder, replace(config, seed=5), overwrite=True, stop_after=1)
-    assert checkpoint_folder.newest(folder).settings["seed"] == 5
-    assert not (folder / checkpoint_folder.FOLDER).exists()
+    assert checkpoint.newest(folder).settings["seed"] == 5
+    assert not (folder / checkpoint.FOLDER).exists()
 
 
 def one_step(how: str, text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.cli import main, terminal
-from headwise.models.data import train_tokenizer
+from headwise.models.corpus import train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, builtin
 from headwise.report import LookError
 from headwise.report.folders import folder_of, name_of

@@ -26,10 +26,10 @@ import headwise as hw
 from headwise.capture.captured import load_seen
 from headwise.cli.main import main
 from headwise.models.gpt import GPT, FolderError
-from headwise.models.train import train
-from headwise.models.train_loop import TrainConfig
+from headwise.models.run import TrainConfig
+from headwise.models.training import train
 from headwise.report.schema import Look, LookFileError, load
-from headwise.weights.hf_folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
+from headwise.weights.folders import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from looks import decoder
 
 CHECKPOINT = "checkpoint.safetensors"

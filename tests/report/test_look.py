@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from headwise.core.heard import observers
-from headwise.models.data import TextError, repeated_tokens, train_tokenizer
+from headwise.models.corpus import TextError, repeated_tokens, train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, load
 from headwise.report import LookError, budget, look, token_texts
 from headwise.report.columns import COLUMNS

@@ -20,7 +20,7 @@ from transformers import ByT5Tokenizer
 
 import headwise as hw
 from headwise.capture.ablate import ablate
-from headwise.models.data import TextError
+from headwise.models.corpus import TextError
 from headwise.report import LookError, look
 from headwise.report.folders import load_folder
 from headwise.report.head_labels import is_delimiter
@@ -29,7 +29,7 @@ from headwise.report.subjects import subject_of
 from headwise.report.terminal import summary
 from headwise.report.text import Vocabulary, pieces_by_decoding
 from headwise.report.texts import Texts
-from headwise.weights.hf_folder import FolderError
+from headwise.weights.folders import FolderError
 from model_folders import NAMES, TEXT, write_folder, write_picture
 
 TARGET = "much naïve and on"
@@ -776,6 +776,8 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
             "code in a model's folder is not run",
         ),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1,000,000,000,000, and the weights"),
+        ({"num_labels": 10**12}, "num_labels=1,000,000,000,000, and the weights hold"),
         ({"vocab_size": 40}, "embed_tokens"),
         ({"num_attention_heads": "many"}, "transformers cannot read it"),
     ],

@@ -17,7 +17,7 @@ from headwise.report.head_labels import (
     NOT_EVALUATED,
     RULES,
     HeadName,
-    Rule,
+    LabelRule,
     derived,
     is_delimiter,
     label_head,
@@ -270,13 +270,13 @@ def test_repeats_of_other_modules_name_nobody() -> None:
 # ── rules ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def just(rule: Rule, score: float) -> dict[str, float]:
+def just(rule: LabelRule, score: float) -> dict[str, float]:
     given = {} if rule.given is None else {rule.given[0]: rule.given[2]}
     return {rule.key: score, f"{rule.key}_coverage": 0.5} | given
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.key)
-def test_a_label_holds_from_its_threshold_on(rule: Rule) -> None:
+def test_a_label_holds_from_its_threshold_on(rule: LabelRule) -> None:
     step = 1e-9 if rule.sign == "≥" else -1e-9
     assert rule.given is None or rule.given[0] in ("distance_share", "entropy_gap")
     (label,) = label_head(just(rule, rule.threshold))
@@ -367,7 +367,7 @@ def test_random_weights_get_no_labels(kind: str) -> None:
     """At most one head of twenty, over shapes and texts."""
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-    from headwise.gpt import GPT, GPTConfig
+    from headwise.models import GPT, GPTConfig
 
     labelled, heads = 0, 0
     for width, number in ((48, 4), (256, 8)):

@@ -15,13 +15,12 @@ import torch
 
 import headwise as hw
 from headwise.core.heard import observers
-from headwise.tutorial import timing
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the installed package
 sys.path.append(str(ROOT / "benchmarks"))  # whose scripts import one another by bare names
 
-from benchmarks import every_statistic  # noqa: E402
+from benchmarks import every_statistic, recording  # noqa: E402
 from benchmarks.pages import __main__ as pages  # noqa: E402
 from benchmarks.pages import costs, floor, growth, pictures  # noqa: E402
 from examples import entropy_floor, logit_growth  # noqa: E402
@@ -107,7 +106,7 @@ def test_the_newest_run_of_each_length_counts(tmp_path: Path) -> None:
         "every_statistic-3": _record(512, 1.75, contender="FlexAttention, LSE", refused="Too new."),
         "every_statistic-4": _record(512, 9.5) | {"settings": {"rounds": 7, "backend": "eager"}},
     }.items():
-        timing.write_run(tmp_path / f"{name}.json", record)
+        recording.write_run(tmp_path / f"{name}.json", record)
     text = "".join(
         f"before <!-- costs: {name} -->\nold\n<!-- end of costs -->\n"
         for name in ("per query", "per key and head", "together")

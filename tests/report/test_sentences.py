@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from browser import Tab, chromium
-from headwise.gpt import GPT, builtin
+from headwise.models import GPT, builtin
 from headwise.report import look
 from headwise.report.folders import load_folder
 from headwise.report.head_labels import UNEVEN, is_delimiter

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.capture.captured import Watched
 from headwise.models import gpt
-from headwise.models.data import encode, manual_passage
+from headwise.models.corpus import encode, manual_passage
 from headwise.stats.record import Reading
 from headwise.stats.sampling import draw, standard_error, stretches
 from headwise.stats.tables import summarise

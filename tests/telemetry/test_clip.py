@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.tutorial.implementations import per_head
-from headwise.weights.convert import stored
+from headwise.systems import per_head
+from headwise.weights.convert import stored_tensors
 from headwise.weights.detect import find_layers
 from headwise.weights.layout_table import LAYOUTS
-from headwise.weights.layout_types import Sizes
+from headwise.weights.layout_types import LayerSizes
 from headwise.weights.packing import refusals, sizes_of, unpack, written
 
 B, T, H, D, E = 2, 7, 4, 6, 24
@@ -67,7 +67,7 @@ def assert_clipped(model: nn.Module, name: str, *inputs: Any, rule: str = "query
 class Stored(nn.Module):
     """A module whose weights are in a layout, and which reads them by the table itself."""
 
-    def __init__(self, layout: str, sizes: Sizes, biases: bool) -> None:
+    def __init__(self, layout: str, sizes: LayerSizes, biases: bool) -> None:
         super().__init__()
         self.layout, self.sizes = LAYOUTS[layout], sizes
         parts = {
@@ -97,7 +97,7 @@ class Stored(nn.Module):
         state = {name: p.detach().clone() for name, p in self.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in state.items()}
         (layer,) = find_layers(self.layout, shapes, "test")
-        tensors, patterns = stored(layer, state.__getitem__)
+        tensors, patterns = stored_tensors(layer, state.__getitem__)
         sizes = sizes_of(tensors, patterns, self.sizes.num_heads, None, "test")
         assert sizes.num_kv_heads == self.sizes.num_kv_heads
         found: dict[str, Tensor] = {}
@@ -129,7 +129,9 @@ def modules(biases: bool, kv_heads: int) -> list[Any]:
     for name, layout in LAYOUTS.items():
         # Heads as wide as the input where they must be so.
         width = D if name == "notebook" else E
-        sizes = Sizes(H, kv_heads, D, D, width, width, width, H * D if name != "notebook" else E)
+        sizes = LayerSizes(
+            H, kv_heads, D, D, width, width, width, H * D if name != "notebook" else E
+        )
         parts = {
             f"{p}.weight": torch.zeros(sizes.heads_of(p), D, width, device="meta") for p in "qkv"
         }
@@ -140,7 +142,7 @@ def modules(biases: bool, kv_heads: int) -> list[Any]:
     return found
 
 
-def stored_in(layout: str, sizes: Sizes, biases: bool) -> Stored:
+def stored_in(layout: str, sizes: LayerSizes, biases: bool) -> Stored:
     kind = StoredAsGPTBigCode if layout == "gpt_bigcode" else Stored
     return kind(layout, sizes, biases)
 
@@ -156,7 +158,7 @@ def test_cases_are_all_layouts() -> None:
 
 
 @pytest.mark.parametrize(("layout", "sizes", "biases"), CASES)
-def test_every_layout(layout: str, sizes: Sizes, biases: bool) -> None:
+def test_every_layout(layout: str, sizes: LayerSizes, biases: bool) -> None:
     torch.manual_seed(0)
     model = stored_in(layout, sizes, biases)
     x, before = torch.randn(B, T, sizes.embed_dim), model.parts()
@@ -171,7 +173,7 @@ def test_every_layout(layout: str, sizes: Sizes, biases: bool) -> None:
 
 
 @pytest.mark.parametrize(("layout", "sizes", "biases"), CASES)
-def test_every_layout_with_half_on_keys(layout: str, sizes: Sizes, biases: bool) -> None:
+def test_every_layout_with_half_on_keys(layout: str, sizes: LayerSizes, biases: bool) -> None:
     torch.manual_seed(1)
     model = stored_in(layout, sizes, biases)
     x, before = torch.randn(B, T, sizes.embed_dim), model.parts()

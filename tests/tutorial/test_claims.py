@@ -164,7 +164,7 @@ def test_what_the_seeds_say_is_in_words() -> None:
 
 
 def test_looking_on_the_way_leaves_the_losses_alone() -> None:
-    from headwise.models.train_loop import Run
+    from headwise.models.run import Run
 
     config = specialise.TOY.config
     plain = Run(replace(config, seed=0))

@@ -1,4 +1,4 @@
-"""`headwise ladder`: equal first, then measured; the table, the JSON document and the page."""
+"""`headwise ladder`: equal first, then measured; the table and the JSON document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor
 import fresh
 from ci import in_ci
 from headwise.cli.main import main
-from headwise.report.page import PageError
-from headwise.report.page.ladder import render_ladder, write_ladder
+from headwise.systems import variants
 from headwise.tutorial import compare as module
 from headwise.tutorial import runners as rungs
 from headwise.tutorial import timing
@@ -34,7 +32,6 @@ from headwise.tutorial.compare import (
     parse_sizes,
     shown,
 )
-from headwise.tutorial.implementations import variants
 
 SMALL, OTHER = Size(2, 5, 6, 3), Size(1, 3, 130, 2)
 NAMES = [rung.name for rung in rungs.RUNGS]
@@ -121,9 +118,7 @@ def test_a_wrong_rung_is_named_and_nothing_is_timed(
     assert main(["ladder", "--sizes", str(SMALL)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(
-        "headwise: the rung 'SDPA, flag' (implementations/variants.py) does not agree"
-    )
+    assert err.startswith("headwise: the rung 'SDPA, flag' (systems/variants.py) does not agree")
     assert err.count("\n") == 1
 
 
@@ -307,7 +302,6 @@ def test_sizes_are_read_once_each() -> None:
         (("--sizes", "1x9000000x16x4"), "GiB, and this machine has"),
         (("--rounds", "0"), "--rounds 0: must be at least 1"),
         (("--device", "tpu"), "--device tpu: give cpu or cuda"),
-        (("--out", "gone/page.html"), "there is no folder gone"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -348,11 +342,8 @@ def test_a_fault_of_the_compiler_says_what_to_do(
 # --- what people and programs get -----------------------------------------------------------------
 
 
-def test_the_command_prints_tables_and_writes_the_page(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    page = tmp_path / "page.html"
-    assert main(["ladder", "--sizes", str(SMALL), "--rounds", "1", "--out", str(page)]) == 0
+def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ladder", "--sizes", str(SMALL), "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "B x T x E x H = 2x5x6x3" in out
@@ -360,17 +351,14 @@ def test_the_command_prints_tables_and_writes_the_page(
         assert re.search(rf"^ *{re.escape(name)} ", out, re.MULTILINE), name
     assert "FlexAttention left out" in out
     assert re.search(r"the machine, in the same run: [\d,]+ GFLOP/s", out)
-    assert out.endswith(f"page: {page.resolve()}\n")
-    assert page.stat().st_size < 100_000
 
 
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    call = ["ladder", "--sizes", str(SMALL), "--rounds", "1", "--json", "--out", str(page)]
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["ladder", "--sizes", str(SMALL), "--rounds", "1", "--json"]
     assert main(call) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert err == f"page: {page.resolve()}\n"
+    assert err == ""
     assert set(document) == {"date", "machine", "limits", "settings", "rows"}
     assert [row["rung"] for row in document["rows"]] == NAMES
     assert document["settings"]["sizes"] == [str(SMALL)]
@@ -391,89 +379,6 @@ def test_tables_fit_eighty_columns(found: Ladder) -> None:
         if row.left_out is None:
             assert f" {row.multiply_adds:,}" in text
             assert f"{row.difference:.1e}" in text
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-
-def test_the_page_holds_the_rows_and_no_address(found: Ladder, tmp_path: Path) -> None:
-    text = write_ladder(found, tmp_path / "page.html").read_text("utf-8")
-    assert text == render_ladder(found)
-    own = re.sub(r'<script type="text/plain".*?</script>', "", text, flags=re.DOTALL)
-    own = own.replace("http://www.w3.org/2000/svg", "")  # the name of SVG's elements
-    assert not re.search(r"https?://|//cdn|<link|\bsrc=", own)
-    assert "default-src 'none'" in own
-    assert str(Path.home()) not in own
-    packed = re.search(r'<script type="application/json" id="data">(.*?)</script>', own, re.DOTALL)
-    assert packed
-    data = json.loads(packed[1])
-    assert [size["name"] for size in data["sizes"]] == [str(SMALL), str(OTHER)]
-    assert len(data["sizes"][0]["rows"]) == len(NAMES) - 1
-    with pytest.raises(PageError, match="there is no folder"):
-        write_ladder(found, tmp_path / "gone" / "page.html")
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    chromium = shutil.which("chromium") or "/usr/bin/chromium"
-    if not Path(chromium).exists():
-        if in_ci():
-            pytest.fail("Chromium is missing: apt-get install chromium")
-        pytest.skip("needs Chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        opened = playwright.chromium.launch(executable_path=chromium, args=flags)
-        yield opened
-        opened.close()
-
-
-def points(page: Any, plot: str) -> list[dict[str, Any]]:
-    """What a chart's points were drawn from."""
-    return page.evaluate(
-        f"document.getElementById('{plot}').chart.points.map(({{x, y, name}}) => ({{x, y, name}}))"
-    )
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_in_a_browser(browser: Any, found: Ladder, tmp_path: Path, width: int) -> None:
-    file = write_ladder(found, tmp_path / "page.html")
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    page.set_default_timeout(20_000)
-    said: list[str] = []
-    asked: set[str] = set()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.add(request.url))
-    page.goto(file.as_uri())
-    page.wait_for_selector("html[data-ready=yes]")
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.locator("#sizes label").count() == 2
-    for index, size in enumerate((SMALL, OTHER)):
-        page.locator("#sizes label").nth(index).click()
-        ran = [row for row in rows(found, size).values() if row.left_out is None]
-        places = {row.rung: place for place, row in enumerate(ran)}
-        for name, figure in (("forward", "forward"), ("forward and backward", "step")):
-            drawn = [point for point in points(page, "times") if point["name"] == name]
-            assert [point["y"] for point in drawn] == [places[row.rung] for row in ran]
-            assert [10 ** point["x"] for point in drawn] == pytest.approx(
-                [1e3 * getattr(row, figure).median for row in ran]
-            )
-        memory = [10 ** point["x"] for point in points(page, "memory")]
-        assert memory == pytest.approx([row.peak_bytes / 1024 for row in ran])  # type: ignore[operator]
-        tops = [page.locator(f"#{plot} .area").bounding_box() for plot in ("times", "memory")]
-        assert tops[0]["height"] == tops[1]["height"]
-        assert (tops[0]["y"] == tops[1]["y"]) == (width > 860)  # side by side, rows in line
-        cells = page.locator("#table tbody td:first-child").all_inner_texts()
-        assert cells == [row.rung for row in ran]
-        assert page.locator("#notes li").all_inner_texts() == notes(found, str(size))
-        assert f"Batch {size.batch}, length {size.length}" in page.locator("#what").inner_text()
-    assert said == []
-    assert asked == {file.as_uri()}
-    page.close()
 
 
 # --- compiled -------------------------------------------------------------------------------------

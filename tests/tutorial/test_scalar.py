@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-FILE = Path(__file__).parents[2] / "src" / "headwise" / "tutorial" / "implementations" / "scalar.py"
+FILE = Path(__file__).parents[2] / "src" / "headwise" / "systems" / "scalar.py"
 
 
 def load() -> ModuleType:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.core.reference import attention
-from headwise.tutorial.implementations import functional, fused, per_head, split, variants
+from headwise.systems import functional, fused, per_head, split, variants
 from support import DV, D, H, S, T
 
 F64 = torch.float64

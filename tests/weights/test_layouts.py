@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.weights.layout_table import LAYOUTS
-from headwise.weights.layout_types import Form, Layout, Sizes
+from headwise.weights.layout_types import LayerForm, LayerSizes, Layout
 from headwise.weights.packing import refusals, written
 
 
-def some_parts(sizes: Sizes, biases: str, norms: bool, out: bool) -> dict[str, Tensor]:
+def some_parts(sizes: LayerSizes, biases: str, norms: bool, out: bool) -> dict[str, Tensor]:
     """Random parts of those sizes, with the biases of `biases` (of q, k, v and o)."""
     parts = {
         f"{part}.weight": torch.randn(
@@ -39,13 +39,13 @@ def some_parts(sizes: Sizes, biases: str, norms: bool, out: bool) -> dict[str, T
     return parts
 
 
-def form_for(layout: Layout, parts: dict[str, Tensor], sizes: Sizes) -> Form | None:
+def form_for(layout: Layout, parts: dict[str, Tensor], sizes: LayerSizes) -> LayerForm | None:
     """The form in which a layout holds these parts."""
     return next((form for form in layout.forms if not refusals(parts, sizes, form)), None)
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> tuple[Sizes, dict[str, Tensor]]:
+def layers(draw: st.DrawFn) -> tuple[LayerSizes, dict[str, Tensor]]:
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.sampled_from([1, 1, 2]))
     dim = 2 * draw(st.integers(1, 3))
@@ -55,7 +55,7 @@ def layers(draw: st.DrawFn) -> tuple[Sizes, dict[str, Tensor]]:
     out = draw(st.booleans())
     out_width = draw(st.sampled_from([width, width, heads * value_dim, 9]))
     out_width = out_width if out else heads * value_dim
-    sizes = Sizes(heads, kv_heads, dim, value_dim, width, *context, out_width)
+    sizes = LayerSizes(heads, kv_heads, dim, value_dim, width, *context, out_width)
     biases = draw(st.sampled_from(["", "qkvo", "qkv", "qv", "o"]))
     torch.manual_seed(draw(st.integers(0, 99)))
     return sizes, some_parts(sizes, biases, draw(st.booleans()), out)
@@ -67,7 +67,7 @@ def plain(state: dict[str, Any]) -> dict[str, Tensor]:
 
 @given(layers(), st.integers(0, 99))
 def test_there_and_back_is_exact_or_refused(
-    layer: tuple[Sizes, dict[str, Tensor]], which: int
+    layer: tuple[LayerSizes, dict[str, Tensor]], which: int
 ) -> None:
     sizes, parts = layer
     fitting = [name for name in sorted(LAYOUTS) if form_for(LAYOUTS[name], parts, sizes)]
@@ -96,7 +96,7 @@ def test_there_and_back_is_exact_or_refused(
 
 
 @given(layers())
-def test_a_detected_layout_reads_the_same(layer: tuple[Sizes, dict[str, Tensor]]) -> None:
+def test_a_detected_layout_reads_the_same(layer: tuple[LayerSizes, dict[str, Tensor]]) -> None:
     sizes, parts = layer
     for name, layout in LAYOUTS.items():
         form = form_for(layout, parts, sizes)

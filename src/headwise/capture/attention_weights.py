@@ -59,7 +59,7 @@ def attention_of(
             shapes, with their numbers.
 
     >>> import headwise as hw
-    >>> from headwise.gpt import builtin, load
+    >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
     >>> ids = torch.tensor([tokenizer.encode("The with statement wraps the block").ids])
     >>> weights = hw.attention_of(model, ids, layer=1, head=0)

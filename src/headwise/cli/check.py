@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .terminal import read_or_not
+from .terminal import ignore_broken_pipe
 
 if TYPE_CHECKING:
     from ..check.sandbox import Limits, Report
@@ -25,7 +25,6 @@ USUAL = "attention.py:MyAttention"
 OPTIONS = ("step", "new", "explain", "hint", "timeout", "memory", "json", "all")
 
 
-@read_or_not()
 def check(
     words: Annotated[
         list[str] | None,
@@ -89,34 +88,34 @@ def check(
     from ..check.rules import explain as lesson
     from ..check.sandbox import Limits
 
-    asked = [
+    modes = [
         f"--{name}"
         for name, value in zip(("step", "new", "explain"), (step, new, explain), strict=True)
         if value is not None
     ]
     if hint is not None and step is None:
         raise ValueError(f"--hint {hint}: goes with --step; as in: --step split mine.py --hint 2")
-    if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked)}: give one of them")
+    if len(modes) > 1:
+        raise ValueError(f"{' and '.join(modes)}: give one of them")
     if explain is not None:
         if words or arg:
             raise ValueError(f"--explain {explain}: takes nothing beside it")
         listed = (f"{name}: {rule.says}" for name, rule in ALL.items())
         print("\n".join(listed) if explain.lower() == "rules" else lesson(explain.lower()))
         return 0
-    example = f"{asked[0]} {step or new} mine.py" if asked else USUAL
+    example = f"{modes[0]} {step or new} mine.py" if modes else USUAL
     if step is not None and not words and Path(step).suffix == ".py":
-        told = _step_of(step).replace("or follow its step", "for this file")
+        follow = _step_of(step).replace("or follow its step", "for this file")
         raise ValueError(
             f"--step {step}: is a file, and no step; the steps are {', '.join(_steps().STEPS)}"
-            f"{told or f'; as in: headwise check --step split {step}'}"
+            f"{follow or f'; as in: headwise check --step split {step}'}"
         )
-    target, given = parsed(words or [], arg or [], example)
-    if call is not None and asked:
-        raise ValueError(f"{asked[0]}: takes no --call; leave it out")
-    if given and asked:
+    target, values = parsed(words or [], arg or [], example)
+    if call is not None and modes:
+        raise ValueError(f"{modes[0]}: takes no --call; leave it out")
+    if values and modes:
         raise ValueError(
-            f"{asked[0]}: takes no arguments of a constructor; leave out {', '.join(given)}"
+            f"{modes[0]}: takes no arguments of a constructor; leave out {', '.join(values)}"
         )
     if new is not None:
         _steps().write_template(new, Path(target))
@@ -135,13 +134,14 @@ def check(
             verdict = _steps().check_step(step, target, limits, report, 1 if hint is None else hint)
         else:
             try:
-                verdict = check_file(target, given, limited(Limits()), report, call)
+                verdict = check_file(target, values, limited(Limits()), report, call)
             except ValueError as error:
                 if "\n" in str(error):  # a question, with the lambda to copy
                     print(f"headwise: {error}", file=sys.stderr)
                     return 2
                 raise ValueError(f"{error}{_step_of(target)}") from None
-    show(verdict, as_json, every)
+    with ignore_broken_pipe():  # the exit code is an answer
+        show(verdict, as_json, every)
     return 0 if verdict.passed else 1
 
 
@@ -153,8 +153,8 @@ def _steps() -> ModuleType:
 
 
 def choices(option: str) -> list[str]:
-    """What to say of `--step`, `--new` or `--explain` alone: how to use it, and a line for each
-    value that it may have; nothing of another option."""
+    """Return a message for `--step`, `--new` or `--explain` alone: its use, and a line for each
+    value; empty for other options."""
     if option not in ("--step", "--new", "--explain"):
         return []
     from ..check.rules import ALL
@@ -169,17 +169,17 @@ def choices(option: str) -> list[str]:
 
 
 def _step_of(target: str) -> str:
-    """Where a file is a step's, how to follow it: its docstring says so."""
+    """Return the command that follows a step, if the file is a step's: its docstring says so."""
     path = Path(target)
     text = path.read_text("utf-8", "ignore") if path.is_file() else ""
-    found = re.search(r"headwise check --step (\S+) ", text)
-    return f"; or follow its step: headwise check --step {found[1]} {target}" if found else ""
+    match = re.search(r"headwise check --step (\S+) ", text)
+    return f"; or follow its step: headwise check --step {match[1]} {target}" if match else ""
 
 
 def parsed(
     words: Sequence[str], arguments: Sequence[str], usual: str = USUAL
 ) -> tuple[str, dict[str, str]]:
-    """The file and the constructor's arguments; `usual` is an example of them.
+    """Return the file and the constructor's arguments; `usual` is an example of them.
 
     Raises:
         ValueError: no file, or several; an argument without a value; an option that is misspelt.
@@ -187,7 +187,7 @@ def parsed(
     >>> parsed(["mha.py", "--d_in", "24", "--num-heads=3"], ["causal=true"])
     ('mha.py', {'d_in': '24', 'num_heads': '3', 'causal': 'true'})
     """
-    files, given, rest = [], {}, list(words)
+    files, values, rest = [], {}, list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
@@ -204,20 +204,20 @@ def parsed(
                 f"{word}: no such option; an argument of the constructor needs a value, "
                 f"as in {word} 24"
             )
-        given[name] = value if equals else rest.pop(0)
+        values[name] = value if equals else rest.pop(0)
     for text in arguments:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--arg {text}: give a name and a value, as in --arg num_heads=3")
-        given[name] = value
+        values[name] = value
     if len(files) != 1:
-        said = "no file was named" if not files else f"{' '.join(files)}: one file at a time"
-        raise ValueError(f"{said}; as in: headwise check {usual}")
-    given = {name.replace("-", "_"): value for name, value in given.items()}
-    bad = [name for name in given if not name.isidentifier()]
+        fault = "no file was named" if not files else f"{' '.join(files)}: one file at a time"
+        raise ValueError(f"{fault}; as in: headwise check {usual}")
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    bad = [name for name in values if not name.isidentifier()]
     if bad:
         raise ValueError(f"{', '.join(bad)}: is no name of an argument")
-    return files[0], given
+    return files[0], values
 
 
 def show(verdict: Verdict, as_json: bool, every: bool = False) -> None:
@@ -238,7 +238,7 @@ def show(verdict: Verdict, as_json: bool, every: bool = False) -> None:
 
 @contextmanager
 def _waiting() -> Iterator[Report]:
-    """On a terminal, how long it has been going on."""
+    """Show the elapsed time on a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda seconds: None

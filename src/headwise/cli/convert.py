@@ -23,7 +23,7 @@ def convert(
     ],
     to: Annotated[str, typer.Option("--to", help="The layout to write.")],
     from_: Annotated[
-        str | None, typer.Option("--from", help="The layout that is there; none: found out.")
+        str | None, typer.Option("--from", help="The layout of IN; none: detected.")
     ] = None,
     heads: Annotated[
         int | None, typer.Option(help="Query heads; none: from the shapes or config.json.")
@@ -35,22 +35,22 @@ def convert(
         bool | None,
         typer.Option(
             "--bias/--no-bias",
-            help="Write biases of zeros, or leave them out, where OUT can be either way.",
+            help="Write biases of zeros, or omit biases that are zero, if OUT allows both.",
         ),
     ] = None,
     rotary_dim: Annotated[
         int | None,
-        typer.Option(help="Rotated features of a head; none: all, or what config.json says."),
+        typer.Option(help="Rotated features of a head; none: as in config.json, or all."),
     ] = None,
     qk_norm_eps: Annotated[
         float | None,
-        typer.Option(help="Eps of the norms of queries and keys; none: what config.json says."),
+        typer.Option(help="Eps of the norms of queries and keys; none: as in config.json."),
     ] = None,
     shard_gb: Annotated[
-        float, typer.Option(min=1e-6, help="Most gigabytes a file, where OUT is a folder.")
+        float, typer.Option(min=1e-6, help="Most gigabytes per file, if OUT is a folder.")
     ] = 5.0,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there under OUT.")
+        bool, typer.Option("--overwrite", help="Replace an existing OUT.")
     ] = False,
     quiet: Quiet = False,
     as_json: Annotated[

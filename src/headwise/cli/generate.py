@@ -1,4 +1,4 @@
-"""`headwise generate`: text that a model writes."""
+"""`headwise generate`: text generation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def generate(
         Path | None,
         typer.Option(help="A Hugging Face GPT-2 folder; none: the built-in model."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest with this much probability.")
+        float | None, typer.Option(help="Sample from the likeliest with this total probability.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Draw from those this likely beside the likeliest.")
+        float | None,
+        typer.Option(help="Sample from those at least this likely, relative to the likeliest."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="The same seed writes the same text.")
+        int, typer.Option(min=0, max=SEEDS, help="The same seed generates the same text.")
     ] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given again.")
@@ -44,9 +45,7 @@ def generate(
 
     Example: `headwise generate "If the expression is true, the suite is executed, and" --tokens 60`
     """
-    from ..models import data as corpus
-    from ..models import generate as generation
-    from ..models import gpt
+    from ..models import corpus, generation, gpt
 
     network, tokenizer = gpt.load(model or gpt.builtin())
     texts = [corpus.read_text("-") if prompt == "-" else prompt for prompt in prompts]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .._text import escaped
 from .terminal import Quiet, bar, console
 
 
@@ -19,7 +17,7 @@ def ladder(
         typer.Option(
             "--sizes",
             metavar="BxTxExH",
-            help="Batch x length x width x heads; several parted by commas, or given again.",
+            help="Batch x length x width x heads; comma-separated, or given again.",
             show_default="1x16x16x4,4x256x256x8",
         ),
     ] = None,
@@ -27,10 +25,7 @@ def ladder(
         bool, typer.Option("--compile", help="Compile the rungs, and run FlexAttention too.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Rounds of timing; every rung has a turn.")] = 11,
-    out: Annotated[
-        Path | None, typer.Option(help="A page to write, with the plot.", show_default=False)
-    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of timing; each runs every rung.")] = 11,
     quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
@@ -41,18 +36,14 @@ def ladder(
     Each figure stands beside its ratio to the rung before. A rung that is not equal to the
     definition is named, nothing is timed, and the exit code is 1.
 
-    Example: `headwise ladder --sizes 1x16x16x4,2x128x64x4 --out ladder.html`
+    Example: `headwise ladder --sizes 1x16x16x4,2x128x64x4`
     """
-    from ..report.page import check_out
-    from ..report.page.ladder import write_ladder
     from ..tutorial.compare import SIZES, Disagreement, climb, parse_sizes, shown
 
     chosen = parse_sizes(sizes) if sizes else SIZES
-    if out is not None:
-        check_out(out)  # before the slow part
     try:
         with bar("climbing", drawn=not quiet) as report:
-            found = climb(
+            result = climb(
                 chosen,
                 device=device,
                 compile=compile,
@@ -62,13 +53,9 @@ def ladder(
     except Disagreement as error:
         print(f"headwise: {error}", file=sys.stderr)
         return 1
-    if out is not None:
-        write_ladder(found, out)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(result.to_dict()))
     else:
-        for part in shown(found):
+        for part in shown(result):
             console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    if out is not None:
-        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0

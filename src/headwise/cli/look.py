@@ -19,8 +19,7 @@ from rich.table import Table
 
 from .._io import place_for
 from .._text import escaped
-from ..models import data as corpus
-from ..models import gpt
+from ..models import corpus, gpt
 from ..report.compare import differences
 from ..report.folders import folder_of, load_folder, name_of
 from ..report.head_labels import NO_LABEL
@@ -30,9 +29,8 @@ from ..report.sample import LookError
 from ..report.schema import Look, finite, load, titles
 from ..report.terminal import TOP, fitted, notable, signed, summary, table
 from ..report.texts import Texts
-from ..weights.hf_folder import read_config
-from .launcher import TIMEOUT, launched
-from .terminal import SEEDS, Quiet, bar, console, paged
+from ..weights.folders import read_config
+from .terminal import SEEDS, TIMEOUT, Quiet, bar, console, launched, paged
 
 Once = Callable[[Callable[[], Any]], Any]
 
@@ -70,30 +68,37 @@ def look(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What the decoder reads; none: what the model writes."),
+        typer.Option(
+            metavar="TEXT", help="Input of the decoder; none: text that the model generates."
+        ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens to look at; none: what the model can, up to 2048.")
+        int | None,
+        typer.Option(help="Most tokens to look at; none: the model's context, up to 2048."),
     ] = None,
     importance: Annotated[
-        bool, typer.Option("--importance", help="How much the loss minds each head, by gradient.")
+        bool,
+        typer.Option("--importance", help="Sensitivity of the loss to each head, by gradient."),
     ] = False,
     ablation: Annotated[
-        bool, typer.Option("--ablation", help="The loss without each head: a forward a head.")
+        bool,
+        typer.Option("--ablation", help="The loss without each head: one forward pass per head."),
     ] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="A B", help="Two earlier results, pages or saved, side by side."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="Of the random tokens that come twice.")
+        int, typer.Option(min=0, max=SEEDS, help="Seed of the repeated random tokens.")
     ] = 0,
     title: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Of the page; none: the model and the text.")
     ] = None,
     top: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Heads in the table, the most notable; 0: all."),
+        typer.Option(
+            min=0, metavar="N", help="Heads in the table, the most notable first; 0: all."
+        ),
     ] = TOP,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -105,7 +110,7 @@ def look(
         Path | None, typer.Option(metavar="FILE.json", help="Keep the result, as JSON.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
+        float, typer.Option(help="Under torchrun: seconds to wait for another rank.")
     ] = TIMEOUT,
     quiet: Quiet = False,
     as_json: Annotated[
@@ -133,18 +138,13 @@ def look(
         return _compare(*compare, out, as_json)
     if dtype not in DTYPES:
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-    with _ranks(timeout) as (first, once, tell):
+    with _ranks(timeout) as (first, once):
         once(lambda: _check_places(out, save))  # before the slow part
         where = _device(device)
         folder = gpt.builtin() if model is None else folder_of(model)
         read_config(folder)  # a wrong model is reported before the text is read
         what, name = _read(text, texts, image, once)
-        with bar("loading", drawn=first and not quiet) as shown:
-
-            def report(doing: str, share: float) -> None:
-                tell(doing, share)
-                shown(doing, share)
-
+        with bar("loading", drawn=first and not quiet) as report:
             network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=where)
             seen = look_at(
                 network,
@@ -169,23 +169,18 @@ def look(
 
 
 @contextmanager
-def _ranks(timeout: float) -> Iterator[tuple[bool, Once, Callable[[str, float], None]]]:
-    """The processes that look: this one, or all that torchrun has started.
+def _ranks(timeout: float) -> Iterator[tuple[bool, Once]]:
+    """Join the processes that torchrun has started, if it has.
 
-    Gives whether this is the first; what lets the first do something once for all; and what is to
-    be told of progress.
+    Gives True on the first one, and a function by which the first does something for all.
     """
     if not launched():
-        yield True, lambda make: make(), lambda doing, share: None
+        yield True, lambda make: make()
         return
     from ..parallel.group import from_first, joined  # torch.distributed takes a while to import
 
-    with joined(timeout) as heartbeat:
-        yield (
-            heartbeat.rank == 0,
-            from_first,
-            lambda doing, share: heartbeat.at(f"{share:.0%} of {doing}"),
-        )
+    with joined(timeout) as rank:
+        yield rank == 0, from_first
 
 
 def _check_places(out: Path | None, save: Path | None) -> None:
@@ -219,7 +214,7 @@ def _print_all(
 
 
 def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) -> tuple[Any, str]:
-    """What is to be looked at, and its name."""
+    """Return the input to look at, and its name."""
     given = {"--text": text, "--texts": texts, "--image": image}
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) > 1:
@@ -304,6 +299,6 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
 
 
 def _change(before: list[str], after: list[str]) -> str:
-    """Labels of two looks in a few words."""
+    """Return the labels of two looks in a few words."""
     names = [", ".join(labels) or NO_LABEL for labels in (before, after)]
     return names[0] if names[0] == names[1] else " → ".join(names)

@@ -8,7 +8,6 @@ and what to do), 130 stopped with Ctrl-C.
 from __future__ import annotations
 
 import io
-import os
 import sys
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from .convert import convert
 from .generate import generate
 from .ladder import ladder
 from .look import look
-from .terminal import STOPPED
+from .terminal import STOPPED, ignore_broken_pipe
 from .timeline import timeline
 from .train import train
 
@@ -43,15 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     code: Any = 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what the terminal has no bytes for
+            stream.reconfigure(errors="backslashreplace")  # characters that it cannot encode
     try:
-        command = _with_bare_flags(typer.main.get_command(app))
-        code = command.main(arguments, "headwise", standalone_mode=False)
-        sys.stdout.flush()
-    except SystemExit:  # how typer ends when the reader of a pipe, `head` say, has had enough
+        command = _without_flag_metavars(typer.main.get_command(app))
+        with ignore_broken_pipe():
+            code = command.main(arguments, "headwise", standalone_mode=False)
+    except SystemExit:  # typer's own end after a broken pipe
         return 0
-    except BrokenPipeError:  # the same, found out by our own flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (KeyboardInterrupt, typer.Abort):
         return STOPPED
     except (ValueError, OSError) as error:
@@ -62,14 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(error, usage_error):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
+            with ignore_broken_pipe():
+                print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
             return 0
-        return _bad_input(*_with_cure(error))
+        return _bad_input(*_usage_message(error))
     return code if isinstance(code, int) else 0
 
 
-def _with_bare_flags(command: Any) -> Any:
-    """The command, whose help shows flags without the kind of a value, as they take none."""
+def _without_flag_metavars(command: Any) -> Any:
+    """Remove the type of a value from flags in the help of commands, as they take none."""
     for one in (command, *getattr(command, "commands", {}).values()):
         for parameter in one.get_params(typer.Context(one)):
             if getattr(parameter, "is_flag", False):
@@ -77,11 +75,11 @@ def _with_bare_flags(command: Any) -> Any:
     return command
 
 
-def _with_cure(error: Any) -> list[str]:
-    """What typer says of a call; where words that stand alone belong, or what is to choose from."""
+def _usage_message(error: Any) -> list[str]:
+    """Return typer's message with a hint: the values of an option, or how to give a text."""
     message: str = error.format_message()
-    if "requires an argument" in message and (said := choices(getattr(error, "option_name", ""))):
-        return said
+    if "requires an argument" in message and (listed := choices(getattr(error, "option_name", ""))):
+        return listed
     command = getattr(getattr(error, "ctx", None), "command", None)
     names = [name for one in getattr(command, "params", ()) for name in one.opts]
     if "extra argument" in message and "--text" in names:
@@ -94,8 +92,8 @@ def _bad_input(message: str, *more: str) -> int:
     return 2
 
 
-def _version(wanted: bool | None) -> None:
-    if wanted:
+def _version(requested: bool | None) -> None:
+    if requested:
         from .. import __version__
 
         print(f"headwise {__version__}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .._text import escaped
-from ..models.train_loop import Run
+from ..models.run import Run
 from ..report.page.timeline import write_timeline
 from ..report.timeline import HISTORY, NothingRecordedError, read_timeline
 from ..telemetry import RULES, Monitor
@@ -22,7 +22,7 @@ RECORDS = 200
 def recording(
     folder: Path, *, wanted: bool, resume: bool
 ) -> Callable[[Run], AbstractContextManager[object]]:
-    """What is open while a run trains: a monitor, where it is wanted or a resumed run had one.
+    """Return a context for training: a monitor, if `monitor` is set or a resumed run had one.
 
     At the end, whatever that is, the timeline is written. A run that replaces another leaves
     nothing of its history. Of several ranks, all monitor, and the first one writes.
@@ -62,7 +62,7 @@ def _recorded(run: Run, folder: Path) -> Iterator[None]:
 
 
 def _write_page(folder: Path) -> None:
-    """Write the timeline of a run into its folder, and say where."""
+    """Write the timeline of a run into its folder, and print its path."""
     try:
         run = read_timeline(folder)
         page = write_timeline(run, folder / PAGE)

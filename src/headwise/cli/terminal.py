@@ -1,4 +1,4 @@
-"""What commands share: progress, one width, a pager, a pipe whose reader may leave, numbers."""
+"""Parts that commands share: progress, one width, a pager, broken pipes, ranks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-SEEDS = 2**63 - 1  # the largest that PyTorch's generators take
-STOPPED = 130  # what shells give for a program that Ctrl-C ended
-
+SEEDS = 2**63 - 1  # the largest seed of PyTorch's generators
+STOPPED = 130  # the exit code of a program that Ctrl-C ended
 
 WIDTH = 120
-"""The columns of what is printed where there is no terminal to ask."""
+"""The number of columns where there is no terminal."""
+
+TIMEOUT = 600.0
+"""Seconds until a rank that hangs is given up: a first step may compile."""
 
 FIRST_LINE, NEXT_LINES = 2.0, 10.0
-"""After how many seconds a log gets its first line of progress, and its next ones."""
+"""Seconds until the first line of progress in a log, and between the next ones."""
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no remarks.")]
 
 
 def console() -> Console:
-    """Standard output, `WIDTH` wide where it is no terminal. `NO_COLOR` takes its colours."""
+    """Return standard output, `WIDTH` wide where it is no terminal; `NO_COLOR` turns colors off."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -48,11 +50,13 @@ def paged(console: Console, lines: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Progress on standard error, for each thing that is done in turn: a bar in a terminal, and
-    elsewhere a line now and then."""
+    """Show progress on standard error: a bar in a terminal, and elsewhere a line now and then.
+
+    Gives a function of the current task and the share of it that is done.
+    """
     errors = Console(stderr=True)
     if not drawn:
-        yield _nothing
+        yield lambda doing, share: None
         return
     if not errors.is_terminal:
         with _lines(doing) as written:
@@ -70,15 +74,11 @@ def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], No
         yield report
 
 
-def _nothing(doing: str, share: float) -> None:
-    """Report nothing."""
-
-
 @contextlib.contextmanager
 def _lines(doing: str) -> Iterator[Callable[[str, float], None]]:
-    """A line of progress after `FIRST_LINE` seconds, and every `NEXT_LINES` from then on.
+    """Print a line of progress after `FIRST_LINE` seconds, and every `NEXT_LINES` from then on.
 
-    A thread writes them, so that there are some while one long step is done.
+    A thread prints them, so that there are some during one long step.
     """
     now, done = (doing, 0.0), threading.Event()
 
@@ -101,44 +101,19 @@ def _lines(doing: str) -> Iterator[Callable[[str, float], None]]:
         writer.join()
 
 
-class _Unread:
-    """Standard output whose reader may leave: then what is written is dropped."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
-
-    def _drop(self) -> None:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._stream.fileno())
-        os.close(nothing)
-
-
 @contextlib.contextmanager
-def read_or_not() -> Iterator[None]:
-    """Let a command go on when the reader of its pipe, `head` say, has had enough.
-
-    For commands whose exit code is an answer.
-    """
-    before = sys.stdout
-    sys.stdout = _Unread(before)
+def ignore_broken_pipe() -> Iterator[None]:
+    """Go on after the reader of standard output, such as `head`, has closed its pipe."""
     try:
         yield
         sys.stdout.flush()
-    finally:
-        sys.stdout = before
+    except BrokenPipeError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+
+
+def launched() -> bool:
+    """Return True if a launcher such as `torchrun` has started this process as one of several."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names) and int(os.environ["WORLD_SIZE"]) > 1

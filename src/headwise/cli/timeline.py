@@ -76,7 +76,7 @@ def timeline(
     if as_json:
         print(json.dumps(finite(_document(runs)), ensure_ascii=False, allow_nan=False))
     else:
-        print(_told(runs))
+        print(_summary(runs))
     if out is not None:
         print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0
@@ -96,7 +96,7 @@ def _watch(paths: list[Path], out: Path, every: float) -> int:
         for runs in _newer(paths, every):
             _write(runs, out, reread=every)
             if not shown:
-                print(f"{_told(runs)}\npage: {escaped(out.resolve())}", flush=True)
+                print(f"{_summary(runs)}\npage: {escaped(out.resolve())}", flush=True)
             shown = runs
     except KeyboardInterrupt:
         if shown:
@@ -105,7 +105,7 @@ def _watch(paths: list[Path], out: Path, every: float) -> int:
 
 
 def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
-    """The runs as they stand, and again whenever there is more of them."""
+    """Yield the runs as they are, and again whenever there is more of them."""
     before, waiting, begun = None, "", False
     while True:
         now = [_state(path) for path in paths]
@@ -125,18 +125,18 @@ def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
 
 
 def _state(path: Path) -> list[tuple[int, int]]:
-    """What changes whenever something is written: time and size of the file and of its log."""
+    """Return time and size of the file and of its log, which change with every write."""
     file = file_of(path)
     log = file.with_name(f"{file.name}-wal")  # readers leave an empty one
-    found = [one.stat() for one in (file, log) if one.exists()]
-    return [(one.st_mtime_ns, one.st_size) for one in found if one.st_size]
+    files = [one.stat() for one in (file, log) if one.exists()]
+    return [(one.st_mtime_ns, one.st_size) for one in files if one.st_size]
 
 
 # --- what is printed -------------------------------------------------------------------------
 
 
 def _document(runs: list[Timeline]) -> dict[str, Any]:
-    """One run; or two, and the last figures' differences."""
+    """Return one run; or two, and the last metrics' differences."""
     if len(runs) == 1:
         return runs[0].document()
     a, b, left_out = matched(*runs)
@@ -147,8 +147,8 @@ def _document(runs: list[Timeline]) -> dict[str, Any]:
     }
 
 
-def _told(runs: list[Timeline]) -> str:
-    """Runs and their alarms, for people."""
+def _summary(runs: list[Timeline]) -> str:
+    """Return runs and their alarms as text."""
     lines = []
     for letter, run in zip("AB", runs, strict=False):
         name = run.name if len(runs) == 1 else f"{letter}: {run.name}"
@@ -160,14 +160,14 @@ def _told(runs: list[Timeline]) -> str:
             *_alarms(run),
         ]
     if len(runs) == 2:
-        lines += [f"left out   {escaped(said)}" for said in matched(*runs)[2]]
+        lines += [f"left out   {escaped(line)}" for line in matched(*runs)[2]]
     return "\n".join(lines)
 
 
 def _alarms(run: Timeline) -> list[str]:
     if not run.alarms:
         return ["alarms     none"]
-    said = [escaped(one) for one in run.alarms[:MOST_ALARMS]]
-    if more := len(run.alarms) - len(said):
-        said.append(f"and {more:,} more (see the page, or --json)")
-    return [f"{'alarms' if n == 0 else '':11}{text}" for n, text in enumerate(said)]
+    lines = [escaped(one) for one in run.alarms[:MOST_ALARMS]]
+    if more := len(run.alarms) - len(lines):
+        lines.append(f"and {more:,} more (see the page, or --json)")
+    return [f"{'alarms' if n == 0 else '':11}{text}" for n, text in enumerate(lines)]

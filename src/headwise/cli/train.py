@@ -19,15 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from .._text import escaped
-from ..models.ranks import TrainingRanks
-from ..models.train import Progress, Summary, TrainConfig
-from ..models.train_loop import ALONE
-from .launcher import TIMEOUT, launched
-from .terminal import STOPPED, Quiet
+from ..models.run import ALONE, TrainingRanks
+from ..models.training import Progress, Summary, TrainConfig
+from .terminal import STOPPED, TIMEOUT, Quiet, launched
 
 
 def _setting(name: str, help: str, *flags: str) -> Any:
-    """An option of `train`; it is None unless given, and shows the setting's default."""
+    """Return an option of `train`; it is None unless given, and shows the setting's default."""
     default = getattr(TrainConfig, name)
     return typer.Option(*flags, help=f"{help} [default: {default}]", show_default=False)
 
@@ -41,21 +39,27 @@ def train(
         "headwise-gpt"
     ),
     steps: Annotated[int | None, _setting("steps", "Steps of the whole run.")] = None,
-    batch: Annotated[int | None, _setting("batch", "Rows a step.")] = None,
-    context: Annotated[int | None, _setting("context", "Tokens a row.")] = None,
+    batch: Annotated[int | None, _setting("batch", "Rows per step.")] = None,
+    context: Annotated[int | None, _setting("context", "Tokens per row.")] = None,
     layers: Annotated[int | None, _setting("layers", "Layers.")] = None,
-    heads: Annotated[int | None, _setting("heads", "Heads a layer.")] = None,
+    heads: Annotated[int | None, _setting("heads", "Heads per layer.")] = None,
     width: Annotated[int | None, _setting("width", "Width of the residual stream.")] = None,
-    vocab: Annotated[int | None, _setting("vocab", "Tokens of the byte-level BPE.")] = None,
+    vocab: Annotated[
+        int | None, _setting("vocab", "Vocabulary size of the byte-level BPE.")
+    ] = None,
     lr: Annotated[float | None, _setting("lr", "Highest learning rate.")] = None,
-    warmup: Annotated[int | None, _setting("warmup", "Steps up to it; then a cosine to 0.")] = None,
-    weight_decay: Annotated[float | None, _setting("weight_decay", "Of matrices only.")] = None,
-    clip: Annotated[float | None, _setting("clip", "Longest gradient.")] = None,
+    warmup: Annotated[
+        int | None, _setting("warmup", "Steps of warm-up; then a cosine to 0.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, _setting("weight_decay", "Weight decay of matrices.")
+    ] = None,
+    clip: Annotated[float | None, _setting("clip", "Largest norm of the gradient.")] = None,
     dropout: Annotated[
         float | None, _setting("dropout", "On embeddings and the residual stream.")
     ] = None,
     repeats: Annotated[
-        float | None, _setting("repeats", "Share of rows that repeat random tokens.")
+        float | None, _setting("repeats", "Share of rows of repeated random tokens.")
     ] = None,
     sinusoids: Annotated[
         bool | None,
@@ -66,13 +70,15 @@ def train(
         ),
     ] = None,
     sinusoid_std: Annotated[
-        float | None, _setting("sinusoid_std", "Deviation of those sinusoids.")
+        float | None, _setting("sinusoid_std", "Standard deviation of these sinusoids.")
     ] = None,
     sinusoid_base: Annotated[
-        float | None, _setting("sinusoid_base", "Longest wavelength of those, over 2π.")
+        float | None, _setting("sinusoid_base", "Longest wavelength of these, over 2π.")
     ] = None,
-    held_out: Annotated[float | None, _setting("held_out", "Share of the text kept back.")] = None,
-    seed: Annotated[int | None, _setting("seed", "Of weights, rows and dropout.")] = None,
+    held_out: Annotated[
+        float | None, _setting("held_out", "Share of the text that is held out.")
+    ] = None,
+    seed: Annotated[int | None, _setting("seed", "Seed of weights, rows and dropout.")] = None,
     dtype: Annotated[
         str | None,
         _setting("dtype", "auto, float32 or bfloat16 (autocast); auto: bfloat16 on CUDA."),
@@ -102,7 +108,7 @@ def train(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
+        float, typer.Option(help="Under torchrun: seconds to wait for another rank.")
     ] = TIMEOUT,
     quiet: Quiet = False,
     as_json: Annotated[
@@ -117,12 +123,12 @@ def train(
 
     Example: `torchrun --nproc-per-node 2 -m headwise train notes.txt --out notes-gpt`
     """
-    asked: dict[str, Any] = locals() | {"texts": tuple(texts) if texts else None}
-    from ..models import train as training
+    options: dict[str, Any] = locals() | {"texts": tuple(texts) if texts else None}
+    from ..models import training
     from .monitored import recording
 
     names = (field.name for field in fields(TrainConfig))
-    given = {name: asked[name] for name in names if asked[name] is not None}
+    given = {name: options[name] for name in names if options[name] is not None}
     if resume and given:
         raise ValueError(
             f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
@@ -141,7 +147,7 @@ def train(
                 ranks=ranks,
             )
         if ranks.rank == 0:
-            print(json.dumps(asdict(summary)) if as_json else told(summary), flush=True)
+            print(json.dumps(asdict(summary)) if as_json else summary_text(summary), flush=True)
             if not summary.finished:
                 print(
                     f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
@@ -152,48 +158,56 @@ def train(
 
 
 @contextlib.contextmanager
-def _ranks(how: str | None, timeout: float) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
-    """The processes that train: this one, or all that torchrun has started; and what asks for the
-    end.
+def _ranks(
+    strategy: str | None, timeout: float
+) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
+    """Give the processes that train, and a function that returns True once a signal asks to stop.
 
-    Models that this command makes fit on one device, where `ddp` moves the fewest bytes.
+    Models that this command creates fit on one device, where `ddp` moves the fewest bytes.
     """
     if not launched():
-        if how is not None:
+        if strategy is not None:
             raise ValueError(
-                f"--parallel {how}: this is one process; start several with torchrun: "
+                f"--parallel {strategy}: this is one process; start several with torchrun: "
                 f"torchrun --nproc-per-node 2 -m headwise train …"
             )
-        with until_interrupted() as interrupted:
-            yield ALONE, interrupted
+        with until_signalled(signal.SIGINT) as signalled:
+            yield ALONE, signalled
         return
     from ..parallel.group import joined  # torch.distributed takes a while to import
     from ..parallel.training import DataParallelRanks
 
-    with joined(timeout, saves=True) as heartbeat:
-        yield DataParallelRanks(how or "ddp", heartbeat), lambda: heartbeat.asked
+    # The terminal and torchrun both send Ctrl-C to each rank, so none of these ends the program.
+    with until_signalled(signal.SIGINT, signal.SIGTERM, once=False) as signalled, joined(timeout):
+        yield DataParallelRanks(strategy or "ddp"), signalled
 
 
 @contextlib.contextmanager
-def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into an answer; a second one ends the program at once."""
-    asked = False
+def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], bool]]:
+    """Give a function that returns True after one of these signals.
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    With `once`, the same signal then ends the program if it comes again.
+    """
+    received, before = False, {number: signal.getsignal(number) for number in numbers}
 
-    before = signal.signal(signal.SIGINT, ask)
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+        if once:
+            signal.signal(number, before[number])
+
+    for number in numbers:
+        signal.signal(number, note)
     try:
-        yield lambda: asked
+        yield lambda: received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def training_bar(*, shown: bool = True) -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error, and a line for every measurement on held-out text."""
+    """Show a bar on standard error, and a line for every measurement on held-out text."""
     console = Console(stderr=True, quiet=not shown)
     columns = (
         TextColumn("training"),
@@ -231,8 +245,8 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def told(summary: Summary) -> str:
-    """The summary for people."""
+def summary_text(summary: Summary) -> str:
+    """Return the summary as text."""
     return "\n".join(
         (
             f"text       {escaped(summary.source)}",

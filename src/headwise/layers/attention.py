@@ -62,7 +62,7 @@ _WHEN_BUILT = (
 )
 """The same where the layer is built."""
 
-_UNHEARD = nullcontext()
+_NOTHING = nullcontext()
 
 
 class HeadNorm(nn.RMSNorm):
@@ -134,6 +134,11 @@ class MultiHeadAttention(nn.Module):
     True
     """
 
+    head_shard: Any = None
+    """The heads that this rank computes, if `hw.parallel` has sharded the layer by heads."""
+    sequence_shard: Any = None
+    """The positions that this rank computes, if `hw.parallel` has sharded it by positions."""
+
     def __init__(
         self,
         embed_dim: int,
@@ -186,7 +191,7 @@ class MultiHeadAttention(nn.Module):
         self.reset_parameters()
 
     def _build(self, **factory: Any) -> None:
-        """Makes the projections; a subclass that keeps its weights elsewhere overrides this,
+        """Create the projections; a subclass that keeps its weights elsewhere overrides this,
         `reset_parameters`, `projection`, `_project` and `_merge`."""
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         joined = list(self.bias)
@@ -205,10 +210,12 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(out_rows, self.out_dim, bias=self.out_bias, **factory)
 
     def reset_parameters(self) -> None:
-        """Starts again: Xavier uniform for q, k, v and out each on its own, biases and sinks 0,
+        """Initialize again: Xavier uniform for q, k, v and out each on its own, biases and sinks 0,
         norms 1."""
         weights = [self.out.weight]
-        if self.kv_dim == self.embed_dim:
+        if self.head_shard is not None:
+            weights += self.head_shard.weights(self)
+        elif self.kv_dim == self.embed_dim:
             weights += self.qkv.weight.split(self.sections)
         else:
             weights += [self.q.weight, *self.kv.weight.split(self.sections)]
@@ -230,7 +237,7 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | None = None,
         **unknown: Unknown,
     ) -> Float[Tensor, "B T O"]:
-        """Attends from every row of x to x itself, or to `context`.
+        """Attend from every row of x to x itself, or to `context`.
 
         Args:
             x: `[B, T, embed_dim]`.
@@ -253,7 +260,10 @@ class MultiHeadAttention(nn.Module):
         if more or unknown:
             _refuse(more, unknown)
         self._check_call(x, context, cache)
-        q, k, v = self._project(x, context)
+        if self.head_shard is None:
+            q, k, v = self._project(x, context)
+        else:
+            q, k, v = self.head_shard.project(self, x, context)
         if self.q_norm is not None and self.k_norm is not None:
             wide = self.q_norm.weight.dtype  # under autocast q is narrower than the weight
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
@@ -275,7 +285,7 @@ class MultiHeadAttention(nn.Module):
     def _heard(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
         """Let observers know whose calls those of a `with` block are, if there are any."""
         if torch.compiler.is_compiling() or not observers:
-            return _UNHEARD
+            return _NOTHING
         return made_by(self, own_positions, first_key)
 
     def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
@@ -289,7 +299,7 @@ class MultiHeadAttention(nn.Module):
             fault = f"cache must be a KVCache, got {said(cache)}; write cache=hw.KVCache()"
         if fault is not None:
             raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {fault}")
-        fault = self._fault_of_sharding()
+        fault = self._fault_of_sharding() if self.head_shard is None else None
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             fault = f"x must be [B, T, {self.embed_dim}]"
         elif context is None:
@@ -301,6 +311,9 @@ class MultiHeadAttention(nn.Module):
             fault = "a cache continues x; it cannot be given with a context"
         elif self.rope is not None:
             fault = "x and context have no common positions; build the layer with rope=None"
+        if self.sequence_shard is not None and not (context is None and cache is None):
+            given = "a cache" if context is None else "a context"
+            fault = f"{given} cannot be given to a layer whose positions are sharded over ranks"
         if fault is not None:
             given = "" if context is None else f", context {list(context.shape)}"
             call = f"MultiHeadAttention({self.extra_repr()})(x {list(x.shape)}{given})"
@@ -373,7 +386,11 @@ class MultiHeadAttention(nn.Module):
     def _place(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotates q and k at their positions and adds k and v to the cache."""
+        """Rotate q and k at their positions and add k and v to the cache."""
+        if self.sequence_shard is not None:
+            if self.rope is not None:
+                q, k = (self.sequence_shard.rotate(self.rope, x) for x in (q, k))
+            return q, k, v
         first = 0 if cache is None else cache.length
         if self.rope is not None:
             q = self.rope(q, first)
@@ -387,40 +404,43 @@ class MultiHeadAttention(nn.Module):
             k = self.rope(k, first + q.shape[2] - k.shape[2])
         return q, k, v
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, first_query: int | None = None
-    ) -> Tensor:
-        keywords: dict[str, Any] = {
-            "mask": mask,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "dropout": self.dropout if self.training else 0.0,
-            "sinks": self.own_sinks,
-            "backend": self.backend,
-        }
-        if first_query is not None:
-            keywords["first_query"] = first_query
-        return attend(q, k, v, **keywords)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        run = attend if self.sequence_shard is None else self.sequence_shard.attend
+        dropout, shard = self.dropout if self.training else 0.0, self.head_shard
+        own = shard.own_random_numbers(q.device) if shard is not None and dropout else _NOTHING
+        with own:
+            return run(
+                q,
+                k,
+                v,
+                mask=mask,
+                scale=self.scale,
+                softcap=self.softcap,
+                dropout=dropout,
+                sinks=self._here(self.sinks),
+                backend=self.backend,
+            )
 
     @property
     def first_head(self) -> int:
-        """The number of the first head that attends here: of a part of a layer, not 0."""
-        return 0
+        """The number of the first head that attends here; not 0 for a shard of a layer."""
+        return 0 if self.head_shard is None else self.head_shard.first
 
     @property
     def all_heads(self) -> int:
-        """How many heads the whole layer has, of which `num_heads` attend here."""
-        return self.num_heads
-
-    @property
-    def own_sinks(self) -> Tensor | None:
-        """The learned sinks of the heads that attend here, `[num_heads]`."""
-        return self.sinks
+        """The number of heads of the whole layer, of which `num_heads` attend here."""
+        return self.num_heads if self.head_shard is None else self.head_shard.all_heads
 
     @property
     def projection(self) -> Tensor:
         """Weight of the output projection, `[out_dim, num_heads · head_dim]`."""
-        return self.out.weight
+        return self._here(self.out.weight)
+
+    def _here(self, parameter: Any) -> Any:
+        """Return the part of a parameter that belongs to the heads that attend here."""
+        if self.head_shard is None or parameter is None:
+            return parameter
+        return parameter.to_local()
 
     def _merge(self, out: Tensor) -> Tensor:
         """`[B, H, T, D]` to `[B, T, out_dim]`."""
@@ -449,6 +469,8 @@ class MultiHeadAttention(nn.Module):
         ]
         if self.sinks is not None:
             parts.append("sinks=True")
+        if self.head_shard is not None:
+            parts.append(str(self.head_shard))
         return ", ".join(parts)
 
 

@@ -1,14 +1,26 @@
-"""Training runs on disk: one file that holds all that the next step depends on.
+"""Training runs on disk: everything that the next step depends on.
 
-`checkpoint.safetensors` keeps weights, AdamW's two moments and, in its header, the step, the
-settings and a fingerprint of the text. It holds no random state: what a step draws is a
-function of the seed and the step's number. Nothing in it is pickled.
+One process writes `checkpoint.safetensors`: weights, AdamW's two moments and, in its header, the
+step, the settings and a fingerprint of the text. Nothing in it is pickled.
+
+Several ranks write `checkpoints/`, each its share, through PyTorch's DCP: a folder for each
+checkpoint, and `latest.json`, which names the last whole one. DCP writes a folder's `.metadata`
+when all ranks' files are on the disk; only then does `latest.json` change, and only then are older
+folders removed. Tensors have the names of `checkpoint.safetensors`. DCP's `.metadata` is pickled:
+opening one from an untrusted source can run code.
+
+Any number of ranks reads either of them. There is no random state: what a step draws is a function
+of the seed and the step's number.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
+import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,34 +31,37 @@ from torch import Tensor, nn
 
 from .._io import write_tensors
 from .._text import one_line
-from ..weights.hf_folder import write_files
-from ..weights.safetensors_file import FolderError, checked
+from ..weights.folders import FolderError, check_values, write_files
 
 CHECKPOINT = "checkpoint.safetensors"
+FOLDER, POINTER, COMPLETE = "checkpoints", "latest.json", ".metadata"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
-Kind = tuple[list[int], torch.dtype]
-"""What is known of a tensor that is not read yet: its shape and its dtype."""
+ShapeAndDtype = tuple[list[int], torch.dtype]
+OnFirstRank = Callable[[Callable[[], Any]], Any]
+"""A function that calls its argument on the first rank, for all of them."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: what is known of the run, and of each tensor; `fill` reads them in place."""
+    """A checkpoint that can be read: the state of the run, and each tensor's shape and dtype.
+
+    fill: reads tensors, by name, into those that it is given.
+    """
 
     path: Path
     step: int
     settings: dict[str, Any]
     fingerprint: str
-    held: Mapping[str, Kind]
+    held: Mapping[str, ShapeAndDtype]
     fill: Callable[[dict[str, Tensor]], None]
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put weights and moments back where they came from, or where their shards are now.
+        """Read weights and moments into a model and its optimizer, sharded or not.
 
         Raises:
             FolderError: there are other tensors than the model's, or of other shapes or dtypes;
-                or what is there cannot be read.
+                or they cannot be read.
         """
         self._compare(model)
         for parameter in model.parameters() if self.step else ():  # AdamW's first step makes them
@@ -58,25 +73,39 @@ class Checkpoint:
             self.fill(tensors_of(model, optimizer))
 
     def _compare(self, model: nn.Module) -> None:
-        kinds = ("weight", *_MOMENTS) if self.step else ("weight",)
-        wanted = {
+        expected = {
             f"{kind}.{name}": (list(parameter.shape), parameter.dtype)
-            for kind in kinds
+            for kind in (("weight", *_MOMENTS) if self.step else ("weight",))
             for name, parameter in model.named_parameters()
         }
-        for name in sorted(wanted.keys() ^ self.held.keys()):
-            fault = "is missing" if name in wanted else "has no place in the model"
+        for name in sorted(expected.keys() ^ self.held.keys()):
+            fault = "is missing" if name in expected else "has no place in the model"
             raise FolderError(f"{self.path}: {name} {fault}; start a new run")
         for name, (shape, dtype) in self.held.items():
-            if (shape, dtype) != wanted[name]:
+            if (shape, dtype) != expected[name]:
                 raise FolderError(
                     f"{self.path}: {name} is {dtype} of {shape}, and its settings call for "
-                    f"{wanted[name][1]} of {wanted[name][0]}; start a new run"
+                    f"{expected[name][1]} of {expected[name][0]}; start a new run"
                 )
 
 
+def newest(folder: Path) -> Checkpoint:
+    """Open the folder's checkpoint: of one process or of several, whichever has more steps.
+
+    Raises:
+        FolderError: there is none, or it is damaged.
+    """
+    if not (folder / FOLDER / POINTER).is_file():
+        return read(folder)
+    sharded = _read_sharded(folder / FOLDER / POINTER)
+    if not (folder / CHECKPOINT).is_file():
+        return sharded
+    single = read(folder)
+    return sharded if sharded.step >= single.step else single
+
+
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments, by the names that checkpoints give them; not copied."""
+    """Return weights and moments by their names in checkpoints; they are not copied."""
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"weight.{name}"] = parameter.detach()
@@ -85,10 +114,22 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return tensors
 
 
+def fingerprint(*ids: Tensor) -> str:
+    """Hash token ids, to notice that text or tokenizer changed between two runs."""
+    digest = hashlib.sha256()
+    for row in ids:
+        digest.update(len(row).to_bytes(8, "little"))
+        digest.update(row.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ── one process ─────────────────────────────────────────────────────────────────────────────────
+
+
 def write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]
 ) -> None:
-    """Write the checkpoint; it replaces the last one whole or not at all.
+    """Write the checkpoint of one process; it replaces the last one whole or not at all.
 
     Args:
         about: the step, the settings and the text's fingerprint.
@@ -103,7 +144,7 @@ def write(
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read the folder's checkpoint.
+    """Read the checkpoint of one process.
 
     Raises:
         FolderError: there is none, or it is damaged.
@@ -117,26 +158,23 @@ def read(folder: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        step, settings, text = int(header["step"]), json.loads(header["settings"]), header["text"]
-        if step < 0 or not isinstance(settings, dict):
-            raise ValueError(f"step {step}, settings {type(settings).__name__}")
+        about = {"settings": json.loads(header["settings"]), "text": header["text"]}
+        about = _checked_header({**about, "step": int(header["step"])})
     except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
-        raise FolderError(
-            f"{path}: damaged or truncated ({one_line(error)}); start a new run"
-        ) from None
+        raise _damaged(path, error) from None
     for name, tensor in tensors.items():
-        checked(tensor, f"{path}: {name}")
+        check_values(tensor, f"{path}: {name}")
 
     def fill(given: dict[str, Tensor]) -> None:
         for name, tensor in given.items():
-            tensor.copy_(_sharded(tensors[name], tensor))
+            tensor.copy_(_sharded_like(tensors[name], tensor))
 
     held = {name: (list(x.shape), x.dtype) for name, x in tensors.items()}
-    return Checkpoint(path, step, settings, text, held, fill)
+    return Checkpoint(path, *about, held, fill)
 
 
-def _sharded(value: Tensor, like: Tensor) -> Tensor:
-    """The value as it is; or sharded as `like` is, which nothing is sent for."""
+def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
+    """Shard a tensor that every rank has as `like` is sharded, without communication."""
     if not hasattr(like, "device_mesh"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -146,10 +184,131 @@ def _sharded(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def fingerprint(*ids: Tensor) -> str:
-    """A hash of token ids, to notice that text or tokenizer changed between two runs."""
-    digest = hashlib.sha256()
-    for row in ids:
-        digest.update(len(row).to_bytes(8, "little"))
-        digest.update(row.numpy().tobytes())
-    return digest.hexdigest()
+# ── several ranks ───────────────────────────────────────────────────────────────────────────────
+
+
+def write_sharded(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    on_first: OnFirstRank,
+) -> None:
+    """Write a checkpoint, each rank its share; the last one counts until all of it is on the disk.
+
+    Args:
+        about: the step, the settings and the text's fingerprint.
+
+    Raises:
+        FolderError: the folder cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    place = on_first(lambda: _new_place(folder, int(about["step"])))
+    try:
+        save(tensors_of(model, optimizer), storage_writer=FileSystemWriter(place))
+    except CheckpointException as error:
+        raise FolderError(f"{place}: cannot be written, {_first_line(error)}") from None
+    on_first(lambda: _point_to(place, about))
+
+
+def remove_sharded(folder: Path) -> None:
+    """Remove the checkpoints of several ranks, the pointer first."""
+    (folder / FOLDER / POINTER).unlink(missing_ok=True)
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def _new_place(folder: Path, step: int) -> Path:
+    """Return the path of a new checkpoint folder, whose parent exists."""
+    try:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{folder}: cannot be written, {error.strerror}") from None
+    return folder / FOLDER / f"step-{step}-{secrets.token_hex(4)}"
+
+
+def _point_to(place: Path, about: Mapping[str, Any]) -> None:
+    """Write the pointer to this checkpoint, then remove all others."""
+    pointer, part = place.parent / POINTER, place.parent / f"{POINTER}.tmp"
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"checkpoint": place.name, **about}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _flush(place)
+        os.replace(part, pointer)
+        _flush(place.parent)
+    except OSError as error:
+        raise FolderError(f"{pointer}: cannot be written, {error.strerror}") from None
+    for other in place.parent.iterdir():
+        if other not in (place, pointer):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Flush a folder's names to the disk, where the system can."""
+    if os.name != "posix":
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _read_sharded(pointer: Path) -> Checkpoint:
+    """Open the checkpoint that the pointer names.
+
+    Raises:
+        FolderError: the pointer, or the metadata that it leads to, is damaged or missing.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        header = json.loads(pointer.read_text("utf-8"))
+        place = pointer.parent / Path(header["checkpoint"]).name
+        about = _checked_header(header)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(pointer, error) from None
+    try:
+        metadata = FileSystemReader(place).read_metadata().state_dict_metadata
+        held = {
+            name: (list(tensor.size), tensor.properties.dtype)
+            for name, tensor in metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+    except Exception as error:  # unpickling may raise anything
+        raise _damaged(place / COMPLETE, error) from None
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is .*unavailable")
+                load(tensors, storage_reader=FileSystemReader(place))
+        except CheckpointException as error:
+            raise _damaged(place, error) from None
+
+    return Checkpoint(place, *about, held, fill)
+
+
+def _checked_header(header: Mapping[str, Any]) -> tuple[int, dict[str, Any], str]:
+    step, settings, text = header["step"], header["settings"], header["text"]
+    if not (isinstance(step, int) and step >= 0 and isinstance(settings, dict)):
+        raise ValueError(f"step {step!r}, settings {type(settings).__name__}")
+    return step, settings, text
+
+
+def _damaged(path: Path, error: BaseException) -> FolderError:
+    return FolderError(f"{path}: damaged or truncated ({_first_line(error)}); start a new run")
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the error of the first rank that failed, in one line."""
+    failures = getattr(error, "failures", None)
+    message = str(next(iter(failures.values()))[0] if failures else error)
+    return one_line(message)[:300] or type(error).__name__

@@ -7,7 +7,9 @@ and `save_pretrained` writes one that `transformers` reads back. Source: Radford
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +18,174 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from .._text import and_more
 from ..core.mask_algebra import Mask
 from ..core.masks import Causal
-from ..core.numbers import said
+from ..core.numbers import said, whole
 from ..layers.attention import MultiHeadAttention
 from ..layers.kv_cache import KVCache
-from ..weights.hf_folder import (
+from ..weights.folders import (
     CONFIG,
-    HEAD,
+    FolderError,
+    StoredTensor,
+    check_size,
+    check_values,
     read_config,
     read_headers,
     read_tokenizer,
-    read_weights,
+    weight_files,
+    write_folder,
 )
-from ..weights.hf_folder import write_folder as _write_folder
-from ..weights.safetensors_file import FolderError, check_size
-from .gpt_config import ACTIVATIONS, GPTConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = ["GPT", "FolderError", "GPT2Attention", "GPTConfig", "load"]
+
+# ── configuration ───────────────────────────────────────────────────────────────────────────────
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu": F.gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+_MUST_BE: dict[str, tuple[object, ...]] = {
+    "add_cross_attention": (False, None),
+    "quantization_config": (None,),
+    "pruned_heads": ({}, None),
+}
+"""Keys of a GPT-2 config that are not supported, with the values that have no effect.
+
+`reorder_and_upcast_attn` changes only rounding: scores are summed in float32 here in any case.
+"""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a GPT-2, named and defaulted as in Hugging Face's `config.json`.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or an activation that is not offered.
+
+    >>> GPTConfig(n_embd=12, n_head=3).inner
+    48
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "inner"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name.replace('inner', 'n_inner')}={size}: must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads"
+            )
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+        for name in ("layer_norm_epsilon", "initializer_range"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be between 0 and 1")
+        if self.activation_function not in ACTIVATIONS:
+            raise ValueError(
+                f"activation_function={self.activation_function!r} is not offered; "
+                f"one of {', '.join(ACTIVATIONS)} is"
+            )
+
+    @property
+    def inner(self) -> int:
+        """The width of the feed-forward part."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def weights(self) -> int:
+        """The number of parameters; a tied head counts once."""
+        e, inner = self.n_embd, self.inner
+        block = 4 * e + (4 * e * e + 4 * e) + (2 * e * inner + inner + e)
+        head = 0 if self.tie_word_embeddings else self.vocab_size * e
+        return (self.vocab_size + self.n_positions) * e + self.n_layer * block + 2 * e + head
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any], where: str = CONFIG) -> GPTConfig:
+        """Read a Hugging Face config; keys that do not change the function are ignored.
+
+        Raises:
+            FolderError: another architecture, or an option that is not supported.
+        """
+        kind = config.get("model_type")
+        if kind != "gpt2":
+            raise FolderError(f"{where}: model_type is {kind!r}, and only 'gpt2' can be read")
+        for key, harmless in _MUST_BE.items():
+            if key in config and config[key] not in harmless:
+                raise FolderError(f"{where}: {key}={config[key]!r} is not supported")
+        try:
+            return cls(**{f.name: config[f.name] for f in fields(cls) if f.name in config})
+        except ValueError as error:
+            raise FolderError(f"{where}: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the config as Hugging Face writes it."""
+        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **asdict(self)}
+
+
+def check_types(config: Any) -> None:
+    """Check the fields of a frozen dataclass against their defaults; turn integers into floats.
+
+    Raises:
+        ValueError: a value of another type.
+    """
+    for field in fields(config):
+        name, default, value = field.name, field.default, getattr(config, field.name)
+        number = whole(value) is not None
+        if isinstance(default, bool | str):
+            fits, kind = isinstance(value, type(default)), type(default).__name__
+        elif isinstance(default, float):
+            fits, kind = number or isinstance(value, float), "float"
+            if number:  # JSON writes 0.0 as 0
+                object.__setattr__(config, name, float(value))
+        elif default is None or whole(default) is not None:
+            fits, kind = number or (value is None and default is None), "whole number"
+        else:
+            continue
+        if not fits:
+            raise ValueError(f"{name}={value!r}: not a {kind}")
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Conv1D(nn.Module):
@@ -49,7 +198,7 @@ class Conv1D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights normal with deviation 0.02, biases 0."""
+        """Initialize weights with deviation 0.02, biases with 0."""
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 
@@ -83,7 +232,7 @@ class GPT2Attention(MultiHeadAttention):
 
     @property
     def projection(self) -> Tensor:
-        return self.c_proj.weight.t()
+        return self._here(self.c_proj.weight).t()
 
     def _merge(self, out: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
@@ -103,7 +252,7 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """Attention and feed-forward, each on a normalised copy and added to the stream."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -128,7 +277,7 @@ class Transformer(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
     def forward(
@@ -165,7 +314,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw fresh weights from the global generator."""
+        """Initialize the weights again, from the global generator."""
         std = self.config.initializer_range
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -185,12 +334,12 @@ class GPT(nn.Module):
         mask: Mask | None = None,
         positions: Int[Tensor, "*B T"] | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Logits of the next token after each position.
+        """Compute the logits of the next token after each position.
 
         Args:
             ids: token ids.
             cache: one `KVCache` per layer (`new_cache()`), appended to in place.
-            mask: what is required besides `Causal()`, for example `Padding(lengths, side="left")`.
+            mask: a mask besides `Causal()`, for example `Padding(lengths, side="left")`.
             positions: rows of the position table; by default they count on from the cache.
 
         Raises:
@@ -207,7 +356,7 @@ class GPT(nn.Module):
         mask: Mask | None = None,
         positions: Int[Tensor, "*B T"] | None = None,
     ) -> Float[Tensor, "B V"]:
-        """`forward(...)[:, -1]` without the head's product for all the other positions."""
+        """Return `forward(...)[:, -1]` without the head's product for the other positions."""
         return self.lm_head(self._hidden(ids, cache, mask, positions)[:, -1])
 
     def _hidden(
@@ -246,7 +395,7 @@ class GPT(nn.Module):
             raise
 
     def new_cache(self) -> list[KVCache]:
-        """An empty cache for `forward`, one part per layer."""
+        """Return an empty cache for `forward`, one part per layer."""
         return [KVCache() for _ in range(self.config.n_layer)]
 
     @classmethod
@@ -257,28 +406,24 @@ class GPT(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> GPT:
-        """Read a Hugging Face GPT-2 folder; the model comes in evaluation mode.
+        """Read a Hugging Face GPT-2 folder; the model is in evaluation mode.
 
         Raises:
-            FolderError: whatever is wrong with the folder, in one line.
+            FolderError: the folder is missing or damaged, or holds something else.
         """
         where = Path(folder) / CONFIG
         config = GPTConfig.from_json(read_config(folder), str(where))
-        stored = read_headers(folder)
+        stored = _stored_weights(Path(folder))
         check_size(config.weights, sum(one.size for one in stored.values()), str(where))
-        try:
-            with torch.device("meta"):
-                model = cls(config)
-        except (RuntimeError, TypeError, OverflowError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise FolderError(f"{where}: no model has these sizes, {reason}") from None
+        with torch.device("meta"):
+            model = cls(config)
         shapes = {name: tuple(value.shape) for name, value in model._weights().items()}
-        model._take(read_weights(folder, stored, shapes, dtype))
+        model._take(_read_weights(Path(folder), stored, shapes, dtype))
         return model.requires_grad_(True).to(device).eval()
 
     @classmethod
     def of_weights(cls, config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
-        """A model of these weights, which are not copied; nothing is drawn."""
+        """Create a model with these weights, which are not copied; nothing is initialized."""
         with torch.device("meta"):
             model = cls(config)
         model._take(weights)
@@ -290,19 +435,19 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Write a folder that `from_pretrained` and `transformers` read; each file whole or not.
+        """Write a folder for `from_pretrained` and `transformers`; each file whole or not at all.
 
         Raises:
             FolderError: the folder cannot be written.
         """
         config = self.config.to_json()
         config["dtype"] = str(self.transformer.wte.weight.dtype).removeprefix("torch.")
-        _write_folder(folder, config, self._weights(), tokenizer)
+        write_folder(folder, config, self._weights(), tokenizer)
 
     def _weights(self) -> dict[str, Tensor]:
-        """The state to save: a tied head is not stored twice."""
+        """Return the state to save: a tied head is not stored twice."""
         tied = self.config.tie_word_embeddings
-        return {k: v for k, v in self.state_dict().items() if not (tied and k == HEAD)}
+        return {k: v for k, v in self.state_dict().items() if not (tied and k == _HEAD)}
 
     def _check_ids(self, ids: Tensor) -> None:
         if not _readable(ids):
@@ -326,15 +471,21 @@ _IDS = (torch.int64, torch.int32)
 
 
 def _readable(ids: Tensor) -> bool:
-    """Whether looking at values costs nothing: elsewhere it would wait for the device."""
+    """Return True if values can be read without waiting for a device."""
     return ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0
 
 
+# ── folders ─────────────────────────────────────────────────────────────────────────────────────
+
+_HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+_MASK_BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+
+
 def load(folder: str | Path) -> tuple[GPT, Tokenizer]:
-    """A model and its tokenizer from a Hugging Face GPT-2 folder.
+    """Read a model and its tokenizer from a Hugging Face GPT-2 folder.
 
     Raises:
-        FolderError: whatever is wrong with the folder, in one line.
+        FolderError: the folder is missing or damaged, or holds something else.
     """
     model, tokenizer = GPT.from_pretrained(folder), read_tokenizer(folder)
     if tokenizer.get_vocab_size() > model.config.vocab_size:
@@ -346,5 +497,64 @@ def load(folder: str | Path) -> tuple[GPT, Tokenizer]:
 
 
 def builtin() -> Path:
-    """The folder of the model that comes with the package."""
+    """Return the folder of the model that comes with the package."""
     return Path(__file__).parent / "builtin"
+
+
+def _stored_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in the folder's files, by their names in the model; none is read."""
+    found: dict[str, StoredTensor] = {}
+    for one in read_headers(weight_files(folder)):
+        known = one.name.startswith(("transformer.", "lm_head."))
+        full = one.name if known else f"transformer.{one.name}"
+        if _MASK_BUFFERS.fullmatch(full):  # in old checkpoints
+            continue
+        if full in found:
+            raise FolderError(f"{one.path}: {one.name} is stored twice, also in {found[full].path}")
+        found[full] = one
+    return found
+
+
+def _read_weights(
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Read exactly the weights in `shapes`; names and shapes are compared before any is read.
+
+    A head that is stored though it is tied must be equal to the embedding.
+    """
+    twin = stored.pop(_HEAD, None) if _HEAD not in shapes else None
+    if missing := sorted(shapes.keys() - stored.keys()):
+        raise FolderError(
+            f"{folder}: {_are(missing)} missing from the weights, which {CONFIG} calls for"
+        )
+    if extra := sorted(stored.keys() - shapes.keys()):
+        names = _are([stored[name].name for name in extra])
+        raise FolderError(
+            f"{folder}: {names} in the weights, which a GPT-2 of this {CONFIG} has no place for"
+        )
+    for name, shape in shapes.items():
+        held = stored[name]
+        if held.shape != shape:
+            raise FolderError(
+                f"{held.path}: {held.name} has shape {list(held.shape)}, "
+                f"and {CONFIG} calls for {list(shape)}"
+            )
+        if held.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise FolderError(f"{held.path}: {held.name} is stored as {held.dtype}, not as floats")
+    weights = {
+        name: check_values(stored[name].read().to(dtype), f"{stored[name].path}: {name}")
+        for name in shapes
+    }
+    if twin is not None and not torch.equal(twin.read().to(dtype), weights[_EMBEDDING]):
+        raise FolderError(
+            f"{twin.path}: {_HEAD} differs from {_EMBEDDING}, but {CONFIG} ties them; "
+            f'set "tie_word_embeddings": false if the head is its own'
+        )
+    return weights
+
+
+def _are(names: list[str]) -> str:
+    return and_more(names) + (" are" if len(names) > 1 else " is")

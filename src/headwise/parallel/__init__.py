@@ -1,8 +1,7 @@
 """Attention over ranks, on PyTorch's own engine: meshes, DTensors, FSDP2, its checkpoints."""
 
 from .context import ContextParallel, attend, context_plan, positions, shard, unshard
-from .looking import merged, share_of
-from .maxima import largest_logits
+from .merging import largest_logits, merged, share_of
 from .split_keys import SeenOfAll, observe_split_keys
 from .tensor import ColumnParallel, HeadParallel, RowParallel, plan
 

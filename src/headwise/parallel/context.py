@@ -7,7 +7,7 @@ r-th from the end, whose work adds up to the same on all ranks (Dubey et al. 202
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from ..core.mask_algebra import And, Mask, Or, Rows
 from ..core.masks import ALiBi, Causal, Documents, Everything, Padding, Prefix, Window, as_mask
 from ..core.shapes import Extent
 from ..layers.attention import MultiHeadAttention
-from ..layers.kv_cache import KVCache
+from ..layers.rope import RoPE
 
 
 def positions(length: int, mesh: DeviceMesh) -> Int[Tensor, " T/R"]:
-    """The positions of a sequence that this rank has, in the order in which it has them.
+    """Return the positions of a sequence that this rank has, in the order in which it has them.
 
     Args:
         length: of the whole sequence, a multiple of twice the number of ranks.
@@ -40,7 +40,7 @@ def positions(length: int, mesh: DeviceMesh) -> Int[Tensor, " T/R"]:
 
 
 def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's positions of a sequence that every rank has, along `dim`.
+    """Return this rank's positions of a sequence that every rank has, along `dim`.
 
     Raises:
         ValueError: a length that is no multiple of twice the number of ranks.
@@ -49,7 +49,7 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """The whole sequence on every rank, in its order, from each rank's positions along `dim`.
+    """Gather the whole sequence, in its order, from each rank's positions along `dim`.
 
     Differentiable: gradients of the ranks are added up, and each has those of its positions.
     """
@@ -69,7 +69,7 @@ def attend(
     mask: Mask | None = None,
     **keywords: Any,
 ) -> Float[Tensor, "B H T/R Dv"]:
-    """`hw.attend` on a sequence that lies over ranks: each gives and gets its own positions.
+    """Run `hw.attend` on a sharded sequence: each rank passes and receives its own positions.
 
     Args:
         q, k, v: those of `positions(T, mesh)`, as `shard(x, mesh, dim=2)` gives them.
@@ -81,16 +81,15 @@ def attend(
         ValueError: as `hw.attend`; a length that is no multiple of two.
     """
     keys, values = _gathered(k, v, mesh)
-    parts = _parts(q, keys, as_mask(mask), mesh)
-    found = [
+    outputs = [
         attend_here(part, keys, values, mask=own, first_query=first, **keywords)
-        for part, own, first in parts
+        for part, own, first in _parts(q, keys, as_mask(mask), mesh)
     ]
-    return torch.cat(found, 2)
+    return torch.cat(outputs, 2)
 
 
 def _pieces(length: int, mesh: DeviceMesh) -> list[tuple[int, int]]:
-    """Where this rank's two pieces of a sequence begin and end."""
+    """Return the start and end of this rank's two pieces of a sequence."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     if length % (2 * ranks):
         raise ValueError(
@@ -102,7 +101,7 @@ def _pieces(length: int, mesh: DeviceMesh) -> list[tuple[int, int]]:
 
 
 def _gathered(k: Tensor, v: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """All keys and values, in order; of one width in one collective."""
+    """Gather all keys and values, in order; if they have one width, in one collective."""
     if k.shape[-1] != v.shape[-1] or k.dtype != v.dtype:
         return unshard(k, mesh, 2), unshard(v, mesh, 2)
     heads = k.shape[1]
@@ -111,21 +110,21 @@ def _gathered(k: Tensor, v: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 _BY_POSITION = (Everything, Causal, Window, Padding, Documents, Prefix, ALiBi)
-"""Masks that reckon from positions and keys alone, and so fit any part of the queries."""
+"""Masks that depend on positions and keys alone, and so fit any part of the queries."""
 
 
 def _parts(q: Tensor, keys: Tensor, mask: Mask, mesh: DeviceMesh) -> list[tuple[Tensor, Mask, int]]:
-    """This rank's two pieces of queries, each with its mask and the position of its first."""
+    """Return this rank's two pieces of queries, each with its mask and its first position."""
     length = q.shape[2] * mesh.size()
     whole = Extent(len(q), q.shape[1], keys.shape[1], length, length)
     mask.check(whole)
     pieces = _pieces(length, mesh)
-    found = []
+    parts = []
     for part, (start, stop) in zip(q.chunk(2, 2), pieces, strict=True):
         rows = torch.arange(start, stop, device=q.device)
         own = mask if _by_position(mask) else Rows(mask, rows, replace(whole, first_query=0))
-        found.append((part, own, start))
-    return found
+        parts.append((part, own, start))
+    return parts
 
 
 def _by_position(mask: Mask) -> bool:
@@ -138,15 +137,15 @@ def _by_position(mask: Mask) -> bool:
 
 
 def context_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
-    """The styles by which `parallelize_module` has a model attend over ranks' positions.
+    """Return the styles by which `parallelize_module` shards sequences over ranks.
 
-    The model is then given each rank's part, `hw.parallel.shard(ids, mesh)`, and gives that part's
-    outputs; whatever depends on positions wants `hw.parallel.positions(T, mesh)`, such as
+    The model then takes each rank's part, `hw.parallel.shard(ids, mesh)`, and returns the outputs
+    of that part; code that depends on positions needs `hw.parallel.positions(T, mesh)`, such as
     `GPT(…, positions=…)`. Masks are those of the whole sequence. Gradients of weights are those of
     a rank's own positions: DDP and FSDP add them up over the same ranks.
 
     Returns:
-        By module name; of a layer itself, its style.
+        Styles by module name; for a layer itself, its style.
 
     Raises:
         ValueError: the model has no layer of headwise's.
@@ -160,65 +159,36 @@ def context_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
 
 
 class ContextParallel(ParallelStyle):
-    """A `MultiHeadAttention` attends from this rank's positions to all; its input lies over ranks.
+    """A `MultiHeadAttention` attends from this rank's positions to all; its input is sharded.
 
     Raises, when it is applied:
-        ValueError: a module that is none; rotary positions that depend on the length.
+        ValueError: another module; rotary positions that depend on the length.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        said = f"ContextParallel()({type(module).__name__})"
-        if not isinstance(module, MultiHeadAttention) or isinstance(module, PositionsOverRanks):
-            raise ValueError(f"{said}: give an hw.MultiHeadAttention that has whole sequences.")
+        call = f"ContextParallel()({type(module).__name__})"
+        if not isinstance(module, MultiHeadAttention) or module.sequence_shard is not None:
+            raise ValueError(f"{call}: give an hw.MultiHeadAttention that has whole sequences.")
         if device_mesh.ndim != 1:
-            raise ValueError(f'{said}: the mesh has several axes; give one, as mesh["cp"].')
+            raise ValueError(f'{call}: the mesh has several axes; give one, as mesh["cp"].')
         if module.rope is not None and module.rope.depends_on_length:
-            raise ValueError(f"{said}: its rotary positions depend on the length of the text.")
-        name = f"Context{type(module).__name__}"
-        module.__class__ = type(name, (PositionsOverRanks, type(module)), {})
-        module.positions_mesh = device_mesh  # type: ignore[assignment]
+            raise ValueError(f"{call}: its rotary positions depend on the length of the text.")
+        module.sequence_shard = SequenceShard(device_mesh)
         return module
 
 
-class PositionsOverRanks(MultiHeadAttention):
-    """A `MultiHeadAttention` that attends from this rank's positions."""
+@dataclass(frozen=True)
+class SequenceShard:
+    """The positions of a sequence that this rank computes: `layer.sequence_shard`."""
 
-    positions_mesh: DeviceMesh
+    mesh: DeviceMesh
 
-    def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
-        super()._check_call(x, context, cache)
-        given = "a context" if context is not None else "a cache" if cache is not None else None
-        if given is not None:
-            raise ValueError(
-                f"{type(self).__name__}({self.extra_repr()})(x {list(x.shape)}): {given} cannot be "
-                f"given where positions lie over ranks; this layer attends within one sequence."
-            )
+    def rotate(self, rope: RoPE, x: Float[Tensor, "B H T/R D"]) -> Float[Tensor, "B H T/R D"]:
+        """Rotate queries or keys at their positions in the whole sequence."""
+        pieces = _pieces(x.shape[2] * self.mesh.size(), self.mesh)
+        parts = zip(x.chunk(2, 2), pieces, strict=True)
+        return torch.cat([rope(part, first) for part, (first, _) in parts], 2)
 
-    def _place(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.rope is None:
-            return q, k, v
-        first = [start for start, _ in _pieces(self._length(q), self.positions_mesh)]
-        q, k = (
-            torch.cat([self.rope(x, at) for x, at in zip(t.chunk(2, 2), first, strict=True)], 2)
-            for t in (q, k)
-        )
-        return q, k, v
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None,
-        first_query: int | None = None,
-    ) -> Tensor:
-        mesh = self.positions_mesh
-        keys, values = _gathered(k, v, mesh)
-        own = super()._attend
-        parts = _parts(q, keys, as_mask(mask), mesh)
-        return torch.cat([own(part, keys, values, some, at) for part, some, at in parts], 2)
-
-    def _length(self, q: Tensor) -> int:
-        return q.shape[2] * self.positions_mesh.size()
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        """Attend from this rank's positions to all."""
+        return attend(q, k, v, mesh=self.mesh, **keywords)

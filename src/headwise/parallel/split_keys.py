@@ -1,4 +1,4 @@
-"""Attention to keys that lie over ranks: outputs and statistics merge by their log-sum-exps."""
+"""Attention to keys that are sharded over ranks: results merge by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAXIMA, _LINEAR = (MaxLogit, Norms), (Mass, Sink, Distance)
 
 @dataclass(frozen=True)
 class SeenOfAll:
-    """What a call gave whose keys lie over ranks, the same on every rank.
+    """The result of a call whose keys are sharded, the same on every rank.
 
     `seen[name]` is `[B, H, T]` per query or `[B, H]` per head. No gradient.
     """
@@ -44,17 +44,17 @@ class SeenOfAll:
         return self.reading(name).values
 
     def reading(self, name: str) -> Reading:
-        """A statistic with the rows that count in its mean.
+        """Return a statistic with the rows that count in its mean.
 
         Raises:
-            KeyError: a name that was not asked for.
+            KeyError: the statistic was not observed.
         """
         if name not in self.readings:
             raise KeyError(f"{name!r} was not observed; there are: {', '.join(self.readings)}")
         return self.readings[name]
 
     def table(self) -> list[dict[str, float | int]]:
-        """A row per head: the mean over batch and valid queries; of `max_logit` the maximum."""
+        """Return a row per head: the mean over batch and valid queries; of `max_logit` the max."""
         rows = table_rows(self.readings, self.lse.shape[1])
         return [{"head": head, **row} for head, row in enumerate(rows)]
 
@@ -72,11 +72,11 @@ def observe_split_keys(
     sinks: Float[Tensor, " H"] | None = None,
     **keywords: Any,
 ) -> SeenOfAll:
-    """`hw.observe()` of queries that every rank has, on keys of which each rank has some.
+    """Run `hw.observe()` on queries that every rank has, with some of the keys on each rank.
 
-    As where a cache too long for one machine lies over several. Each rank looks at its own keys;
-    two collectives join what they found, in float32 at least: with `w_r = exp(lse_r − lse)` the
-    output is `Σ w_r·O_r`, and so is what is linear in P; the entropy is `Σ w_r·H_r + H(w)`.
+    For a cache too long for one machine. Each rank observes its own keys; two collectives merge the
+    results, in float32 at least: with `w_r = exp(lse_r − lse)` the output is `Σ w_r·O_r`, and so is
+    every statistic that is linear in P; the entropy is `Σ w_r·H_r + H(w)`.
 
     Args:
         q: the same on every rank.
@@ -86,9 +86,9 @@ def observe_split_keys(
         mesh: the ranks, one axis.
         first_key: the position of this rank's first key.
         first_query: the position of the first query.
-        mask: of this rank's keys, in their own numbers: masks that reckon from positions
-            (`Causal`, `Window`, `ALiBi`) are the same for all ranks. So are masks in `Mass`.
-        sinks: learned ones; they count once.
+        mask: for this rank's keys, by their numbers on this rank: masks that depend on positions
+            alone (`Causal`, `Window`, `ALiBi`) are the same for all ranks. So are masks in `Mass`.
+        sinks: learned sinks; they count once.
         keywords: as of `hw.observe`, without `queries`.
 
     Raises:
@@ -98,7 +98,7 @@ def observe_split_keys(
     Source: the merge of partial softmaxes, Milakov & Gimelshein 2018; of entropies, Shannon 1948,
     the chain rule.
     """
-    own = [_of_own(statistic, first_key) for statistic in statistics]
+    own = [_on_own_keys(statistic, first_key) for statistic in statistics]
     seen = observe(
         q,
         k,
@@ -112,21 +112,21 @@ def observe_split_keys(
     return _merged(seen, list(zip(statistics, own, strict=True)), sinks, mesh)
 
 
-def _of_own(statistic: Statistic, first_key: int) -> Statistic | None:
-    """A statistic as it is of a rank's own keys; `None` where it is of none of them.
+def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
+    """Return a statistic of this rank's keys; `None` if it concerns none of them.
 
     Raises:
         ValueError: it does not merge.
     """
-    fits = isinstance(statistic, (*_MAXIMA, *_LINEAR, Entropy, LSE))
+    mergeable = isinstance(statistic, (*_MAXIMA, *_LINEAR, Entropy, LSE))
     if isinstance(statistic, Mass) and isinstance(statistic.keys, First):
         left = statistic.keys.count - first_key
         return Mass(First(left), name=statistic.names[0]) if left > 0 else None
     if isinstance(statistic, Mass):
-        fits = not isinstance(statistic.keys, SameToken | Induction)
+        mergeable = not isinstance(statistic.keys, SameToken | Induction)
     if isinstance(statistic, Distance):
-        fits = not (statistic.spread or statistic.absolute)
-    if not fits:
+        mergeable = not (statistic.spread or statistic.absolute)
+    if not mergeable:
         raise ValueError(
             f"observe_split_keys(…, {said(statistic)}): it does not merge over ranks with other "
             f"keys each; gather the keys (hw.parallel.attend), or leave it out."
@@ -140,54 +140,56 @@ def _merged(
     sinks: Tensor | None,
     mesh: DeviceMesh,
 ) -> SeenOfAll:
-    """What all ranks have seen, from what this one has: of each statistic, it and its own one."""
+    """Merge what all ranks saw: `statistics` as requested, and as of this rank's own keys."""
     lse = seen.lse.to(torch.promote_types(seen.lse.dtype, torch.float32))
     largest = [name for one, _ in statistics if isinstance(one, _MAXIMA) for name in one.names]
-    every, *maxima = _gathered([lse, *(seen[name].to(lse.dtype) for name in largest)], mesh)
-    alive = every.isfinite().any(0)
-    if sinks is not None:  # one outcome more, of queries that may attend to anything
-        sink = torch.where(alive, sinks.to(lse.dtype)[:, None], -torch.inf)
+    every, *maxima = _all_gather([lse, *(seen[name].to(lse.dtype) for name in largest)], mesh)
+    valid = every.isfinite().any(0)
+    if sinks is not None:  # one more outcome, for queries that may attend to any key
+        sink = torch.where(valid, sinks.to(lse.dtype)[:, None], -torch.inf)
         every = torch.cat([every, sink[None]])
     total = torch.logsumexp(every, 0)
-    base = torch.where(alive, total, 0.0)
-    weight = torch.exp(lse - base)  # 0 where this rank has no key in sight
+    base = torch.where(valid, total, 0.0)
+    weight = torch.exp(lse - base)  # 0 where no key of this rank is visible
     parts = {"out": weight[..., None] * seen.out, "outcomes": seen.record.counts.expand_as(lse)}
     for one, own in statistics:
         for name in () if isinstance(one, _MAXIMA) else one.names:
-            parts |= _part(name, None if own is None else seen.reading(name), seen, weight)
-    summed = _summed({name: part.to(lse.dtype) for name, part in parts.items()}, mesh)
-    out, outcomes = summed.pop("out").to(seen.out.dtype), summed.pop("outcomes")
+            reading = None if own is None else seen.reading(name)
+            parts |= _summands(name, reading, seen.rows, weight)
+    sums = _all_reduce({name: part.to(lse.dtype) for name, part in parts.items()}, mesh)
+    outcomes = sums["outcomes"]
     readings: dict[str, Reading] = {}
     for one, _ in statistics:
         for name in one.names:
             if name in largest:
-                x = maxima[largest.index(name)].amax(0)
-                readings[name] = Reading(x, largest=True)
+                readings[name] = Reading(maxima[largest.index(name)].amax(0), largest=True)
             else:
-                among = summed[f"{name}, among"] > 0 if isinstance(one, Mass) else None
-                readings[name] = Reading(summed[name], summed[f"{name}, rows"] > 0, among=among)
+                among = sums[f"{name}, among"] > 0 if isinstance(one, Mass) else None
+                readings[name] = Reading(sums[name], sums[f"{name}, rows"] > 0, among=among)
     if "lse" in readings:
-        readings["lse"] = Reading(total, alive)
+        readings["lse"] = Reading(total, valid)
     if "sink" in readings and sinks is not None:
-        readings["sink"] = Reading(torch.exp(every[-1] - base), alive)
+        readings["sink"] = Reading(torch.exp(every[-1] - base), valid)
     if "entropy" in readings:
         between = torch.special.entr(torch.exp(every - base)).sum(0)
-        outcomes = outcomes if sinks is None else outcomes + alive
-        entropy, some = readings["entropy"].values + between, outcomes > 1
-        share = torch.where(some, entropy / outcomes.clamp(min=2).log(), 0.0)
-        readings["entropy"] = Reading(entropy, alive)
-        readings["entropy_share"] = Reading(share, some)
-    return SeenOfAll(out, total, readings)
+        outcomes = outcomes if sinks is None else outcomes + valid
+        entropy, several = readings["entropy"].values + between, outcomes > 1
+        normalized = torch.where(several, entropy / outcomes.clamp(min=2).log(), 0.0)
+        readings["entropy"] = Reading(entropy, valid)
+        readings["entropy_share"] = Reading(normalized, several)
+    return SeenOfAll(sums["out"].to(seen.out.dtype), total, readings)
 
 
-def _part(name: str, reading: Reading | None, seen: Seen, weight: Tensor) -> dict[str, Tensor]:
-    """What this rank adds to a figure; which rows have it, and which could have."""
+def _summands(
+    name: str, reading: Reading | None, valid: Tensor, weight: Tensor
+) -> dict[str, Tensor]:
+    """Return this rank's part of a statistic, its rows, and the rows that it is a mean among."""
     if reading is None:
         values = rows = torch.zeros_like(weight)
     else:
         assert reading.rows is not None
         values, rows = torch.where(weight > 0, reading.values, 0.0), reading.rows
-    among = seen.rows if reading is None or reading.among is None else reading.among
+    among = valid if reading is None or reading.among is None else reading.among
     return {
         name: weight * values,
         f"{name}, rows": rows.expand_as(weight),
@@ -195,17 +197,17 @@ def _part(name: str, reading: Reading | None, seen: Seen, weight: Tensor) -> dic
     }
 
 
-def _gathered(parts: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """What all ranks have of these, each `[R, …]`, in one collective."""
+def _all_gather(parts: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """Gather tensors of all ranks, each `[R, …]`, in one collective."""
     packed = torch.cat([part.flatten() for part in parts])
-    found = [torch.empty_like(packed) for _ in range(mesh.size())]
-    dist.all_gather(found, packed, group=mesh.get_group())
-    every = torch.stack(found).split([part.numel() for part in parts], 1)
+    gathered = [torch.empty_like(packed) for _ in range(mesh.size())]
+    dist.all_gather(gathered, packed, group=mesh.get_group())
+    every = torch.stack(gathered).split([part.numel() for part in parts], 1)
     return [x.reshape(-1, *part.shape) for x, part in zip(every, parts, strict=True)]
 
 
-def _summed(parts: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The sums over ranks, in one collective."""
+def _all_reduce(parts: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Sum tensors over ranks, in one collective."""
     packed = torch.cat([part.flatten() for part in parts.values()])
     dist.all_reduce(packed, group=mesh.get_group())
     pieces = packed.split([part.numel() for part in parts.values()])

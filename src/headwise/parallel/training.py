@@ -1,4 +1,4 @@
-"""Training a GPT on several ranks: copies of it (DDP) or shards (FSDP2)."""
+"""Training a GPT on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ..models.gpt import GPT
-from ..models.ranks import TrainingRanks
-from .group import Heartbeat, from_first
+from ..models.run import TrainingRanks
+from .group import from_first
 
-WAYS = ("ddp", "fsdp")
+STRATEGIES = ("ddp", "fsdp")
 _T = TypeVar("_T")
 
 
@@ -21,41 +25,34 @@ class DataParallelRanks(TrainingRanks):
     """The ranks of the default process group, which train one model together.
 
     Args:
-        how: `"ddp"`: every rank has the whole model, and gradients are averaged; `"fsdp"`: every
-            rank has a share of each block's weights and moments.
-        heartbeat: is told of steps, where there is one.
+        strategy: `"ddp"`: every rank has the whole model, and gradients are averaged; `"fsdp"`:
+            every rank has a share of each block's weights and moments.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: an unknown strategy.
     """
 
-    def __init__(self, how: str, heartbeat: Heartbeat | None = None) -> None:
-        from torch import distributed as dist
-
-        if how not in WAYS:
-            raise ValueError(f"parallel={how!r}: must be {' or '.join(WAYS)}")
-        self.how = how
+    def __init__(self, strategy: str) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"parallel={strategy!r}: must be {' or '.join(STRATEGIES)}")
+        self.strategy = strategy
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._heartbeat = heartbeat
 
     def prepared(self, model: GPT) -> nn.Module:
-        """Shard the model, or copy it; gives the module that a training step calls.
+        """Replicate or shard the model; return the module that a training step calls.
 
         Raises:
             ValueError: ranks would have to share a GPU.
         """
         device = next(model.parameters()).device.type
-        number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if device == "cuda" and number >= there:
+        number, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if device == "cuda" and number >= gpus:
             raise ValueError(
-                f"{there} GPUs and more ranks on this machine; start {there} "
-                f"(--nproc-per-node {there}), or train with --device cpu"
+                f"{gpus} GPUs and more ranks on this machine; start {gpus} "
+                f"(--nproc-per-node {gpus}), or train with --device cpu"
             )
-        if self.how == "ddp":
+        if self.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(model)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         mesh = init_device_mesh(device, (self.size,))
         for block in model.transformer.h:
             fully_shard(block, mesh=mesh)
@@ -63,8 +60,6 @@ class DataParallelRanks(TrainingRanks):
         return model
 
     def whole(self, model: GPT) -> GPT:
-        from torch.distributed.tensor import DTensor
-
         weights = model.state_dict()
         if not any(isinstance(weight, DTensor) for weight in weights.values()):
             return model
@@ -75,12 +70,6 @@ class DataParallelRanks(TrainingRanks):
         return from_first(make)
 
     def total(self, values: Tensor) -> Tensor:
-        from torch import distributed as dist
-
         total = values.clone()
         dist.all_reduce(total)
         return total
-
-    def begins(self, step: int) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.at(f"step {step:,}")

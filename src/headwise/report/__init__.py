@@ -1,7 +1,33 @@
-"""Looking: a model and a text in, what every head of it does out."""
+"""Looking: a model and a text in, a report on every head of it out; and labels of heads."""
 
+from .head_labels import (
+    NO_LABEL,
+    NOT_EVALUATED,
+    RULES,
+    HeadName,
+    Label,
+    LabelRule,
+    is_delimiter,
+    label_head,
+    name_heads,
+    naming_statistics,
+)
 from .look import look
 from .sample import LookError
 from .text import token_texts
 
-__all__ = ["LookError", "look", "token_texts"]
+__all__ = [
+    "NOT_EVALUATED",
+    "NO_LABEL",
+    "RULES",
+    "HeadName",
+    "Label",
+    "LabelRule",
+    "LookError",
+    "is_delimiter",
+    "label_head",
+    "look",
+    "name_heads",
+    "naming_statistics",
+    "token_texts",
+]

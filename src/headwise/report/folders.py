@@ -15,15 +15,21 @@ from torch import nn
 
 from .._text import and_more
 from ..models import gpt
-from ..weights.hf_folder import CONFIG, read_config, weight_files
-from ..weights.safetensors_file import FolderError, checked, headers
-from .config_sizes import check_counts, check_sides, no_larger
+from ..weights.folders import (
+    CONFIG,
+    FolderError,
+    check_values,
+    read_config,
+    read_headers,
+    weight_files,
+)
 
 OURS = (["GPT2LMHeadModel"], ["GPT2Model"])
 
 _ON_THE_HUB = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(.+)")
 _CARD = "README.md"
+_COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks|stages|experts|labels)$")
 LONGEST_NAME = 60  # of a model card's heading, in letters, that is taken for a name
 
 
@@ -121,12 +127,10 @@ def load_folder(
     name = named[0] if isinstance(named, list) else named
     if not (name is None or (isinstance(name, str) and name.isidentifier())):
         raise FolderError(f"{folder / CONFIG}: architectures={named!r}: no list of class names")
-    stored = list(headers(weight_files(folder, name or "AutoModel")))
-    numbers, where = sum(one.size for one in stored), str(folder / CONFIG)
-    check_counts(config, len(stored), numbers, where)
+    numbers = sum(one.size for one in read_headers(weight_files(folder, name or "AutoModel")))
+    _check_counts(config, numbers, folder / CONFIG)
     transformers = _transformers(folder)
-    sized = no_larger(numbers, where, packed="quantization_config" in config)
-    with _one_line(folder), _quiet(transformers), sized:
+    with _one_line(folder), _quiet(transformers):
         model_class = _class_of(transformers, folder, config, name)
         model, told = model_class.from_pretrained(
             folder,
@@ -139,9 +143,22 @@ def load_folder(
         )
         _check_weights(folder, told)
         for weight, values in model.named_parameters():
-            checked(values, f"{folder}: {weight}")
+            check_values(values, f"{folder}: {weight}")
         reader = _reader(transformers, folder, images=model.main_input_name == "pixel_values")
     return model.to(device).eval(), reader
+
+
+def _check_counts(config: Any, numbers: int, where: Path) -> None:
+    """Raise FolderError if a config has more layers, experts or labels than its files hold numbers.
+
+    `transformers` makes a list entry of each while it reads the config.
+    """
+    entries = config.items() if isinstance(config, dict) else enumerate(config)
+    for key, value in entries:
+        if isinstance(value, dict | list):
+            _check_counts(value, numbers, where)
+        elif isinstance(value, int) and value > numbers and _COUNTED.search(str(key)):
+            raise FolderError(f"{where}: {key}={value:,}, and the weights hold {numbers:,} numbers")
 
 
 def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
@@ -158,8 +175,6 @@ def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
         if any(any(folder.glob(pattern)) for pattern in files):
             raise
         raise missing from None
-    if images:
-        check_sides(reader, str(folder))
     if not images and len(reader) <= len(reader.all_special_ids):
         raise missing
     return reader

@@ -39,7 +39,7 @@ __all__ = [
     "RULES",
     "HeadName",
     "Label",
-    "Rule",
+    "LabelRule",
     "is_delimiter",
     "label_head",
     "name_heads",
@@ -73,7 +73,7 @@ Sign = Literal["≥", "≤"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class LabelRule:
     """`label` holds when the figure `key` is at least (or at most) `threshold`.
 
     `given` is a second condition on another figure: its key, sign and threshold. Several rules may
@@ -121,9 +121,9 @@ _WANG, _XIAO, _GU = "Wang et al. 2022", "Xiao et al. 2023", "Gu et al. 2024"
 _NOT_EVEN: tuple[str, Sign, float] = ("entropy_gap", "≥", UNEVEN)
 
 
-def _positional(offset: int) -> Rule:
+def _positional(offset: int) -> LabelRule:
     where = f"{abs(offset)} token{'s' * (abs(offset) > 1)} {'ahead' if offset > 0 else 'back'}"
-    return Rule(
+    return LabelRule(
         "positional",
         "pos.",
         At(offset).name,
@@ -134,15 +134,17 @@ def _positional(offset: int) -> Rule:
     )
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("induction", "ind.", "induction_random", "≥", 0.4, _FOLLOWERS, _OLSSON),
-    Rule("duplicate token", "dup.", "same_token_random", "≥", 0.4, _SAME, _WANG),
-    Rule("previous token", "prev.", "previous", "≥", 0.4, "attends to the previous token", _CLARK),
+RULES: tuple[LabelRule, ...] = (
+    LabelRule("induction", "ind.", "induction_random", "≥", 0.4, _FOLLOWERS, _OLSSON),
+    LabelRule("duplicate token", "dup.", "same_token_random", "≥", 0.4, _SAME, _WANG),
+    LabelRule(
+        "previous token", "prev.", "previous", "≥", 0.4, "attends to the previous token", _CLARK
+    ),
     *(_positional(offset) for offset in OFFSETS),
-    Rule("itself", "self", "self", "≥", 0.4, "attends to itself", _CLARK),
-    Rule("induction", "ind.", "induction", "≥", 0.4, _FOLLOWERS, _OLSSON),
-    Rule("duplicate token", "dup.", "same_token", "≥", 0.4, _SAME, _WANG),
-    Rule(
+    LabelRule("itself", "self", "self", "≥", 0.4, "attends to itself", _CLARK),
+    LabelRule("induction", "ind.", "induction", "≥", 0.4, _FOLLOWERS, _OLSSON),
+    LabelRule("duplicate token", "dup.", "same_token", "≥", 0.4, _SAME, _WANG),
+    LabelRule(
         "local",
         "local",
         "distance_absolute",
@@ -152,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         source="Dosovitskiy et al. 2020",
         given=("distance_share", "≤", 0.5),
     ),
-    Rule(
+    LabelRule(
         "local",
         "local",
         "near",
@@ -162,7 +164,7 @@ RULES: tuple[Rule, ...] = (
         source="Raganato and Tiedemann 2018",
         given=("distance_share", "≤", 0.75),
     ),
-    Rule(
+    LabelRule(
         "[CLS]",
         "CLS",
         "cls",
@@ -173,7 +175,7 @@ RULES: tuple[Rule, ...] = (
         given=_NOT_EVEN,
         encoders=True,
     ),
-    Rule(
+    LabelRule(
         "separator",
         "sep.",
         "separators",
@@ -184,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         given=_NOT_EVEN,
         encoders=True,
     ),
-    Rule(
+    LabelRule(
         "first token",
         "first",
         "first",
@@ -194,7 +196,7 @@ RULES: tuple[Rule, ...] = (
         source=f"{_XIAO}; {_GU}",
         given=_NOT_EVEN,
     ),
-    Rule(
+    LabelRule(
         "delimiter",
         "delim.",
         "delimiters",
@@ -204,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         source=_CLARK,
         given=_NOT_EVEN,
     ),
-    Rule(
+    LabelRule(
         "broad",
         "broad",
         "entropy_share",

@@ -103,8 +103,8 @@ def look(
             finite.
         TextError: no text of at least two tokens.
 
-    >>> from headwise.corpus import train_tokenizer
-    >>> from headwise.gpt import GPT, GPTConfig
+    >>> from headwise.models.corpus import train_tokenizer
+    >>> from headwise.models import GPT, GPTConfig
     >>> tokenizer = train_tokenizer(["no no no, yes yes"], vocab_size=260)
     >>> config = GPTConfig(vocab_size=260, n_positions=12, n_embd=10, n_layer=2, n_head=5)
     >>> seen = look(GPT(config), tokenizer, "no, yes")

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .._text import one_line
-from ..models.data import TextError, repeated_tokens
+from ..models.corpus import TextError, repeated_tokens
 from .head_labels import is_delimiter
 from .other_tokenizers import TokenStrings, Words, ids_of
 from .schema import Stream

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from ..models.data import TextError
+from ..models.corpus import TextError
 from .other_tokenizers import ids_of
 from .sample import Sample, Subject
 

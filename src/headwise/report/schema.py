@@ -136,7 +136,7 @@ class Look(InNotebooks):
     similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None where unknown.
     repeats: the short piece of random tokens of `Layer.repeat`, for each of `streams` that has one.
     columns, rules: how each figure and label is defined (dicts of `figures.Column` and
-        `naming.Rule`), so that the data can be read without this version of headwise.
+        `LabelRule`), so that the data can be read without this version of headwise.
     provenance: how it was made; plain strings, numbers, lists and dicts of them.
     """
 

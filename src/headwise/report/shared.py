@@ -29,7 +29,7 @@ class Shared:
         """The sums of numbers over ranks; every rank must ask."""
         if self.size == 1:
             return list(numbers)
-        from ..parallel.looking import gathered
+        from ..parallel.merging import gathered
 
         return [sum(one) for one in zip(*gathered(numbers), strict=True)]
 
@@ -37,7 +37,7 @@ class Shared:
         """Put into `found` what all ranks found; the layers that are shown are those of rank 0."""
         if self.size == 1:
             return
-        from ..parallel.looking import gathered
+        from ..parallel.merging import gathered
 
         parts = gathered((found.seen, found.layers, found.modules))
         found.seen = sum((seen for seen, _, _ in parts), Watched(running=True))
@@ -49,7 +49,7 @@ class Shared:
         if self.size == 1:
             assert effects is not None  # there is a text, or an error before this
             return effects
-        from ..parallel.looking import merged
+        from ..parallel.merging import merged
 
         whole = merged(effects)
         assert isinstance(whole, HeadEffects)

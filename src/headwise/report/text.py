@@ -39,7 +39,7 @@ class Vocabulary:
     Raises:
         LookError: something else than a tokenizer.
 
-    >>> from headwise.corpus import train_tokenizer
+    >>> from headwise.models.corpus import train_tokenizer
     >>> words = Vocabulary(train_tokenizer(["no no no, yes yes"], vocab_size=260))
     >>> encoded = words.encode("no, yes", limit=3)
     >>> words.texts(encoded.ids), encoded.total

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..models.data import TextError
+from ..models.corpus import TextError
 
 
 class Texts:

@@ -1,3 +1,273 @@
-"""See `headwise.tutorial.implementations.max_gpt2`."""
+"""GPT-2's attention on Modular MAX: an optional rung, for those who install MAX themselves.
 
-from ..tutorial.implementations.max_gpt2 import *  # noqa: F403
+The class of Modular's book "Build an LLM from scratch in MAX", with the names of its torch twin in
+`fused.py`. MAX is proprietary software under a licence of its own (the MAX Platform Software
+License): headwise neither depends on it nor ships any part of it, and nothing else in headwise
+imports this file. It runs on MAX 25.7 (`max.nn.module_v3`) and 26.7 (`max.experimental.nn`).
+
+Two things differ from the source. `causal_mask` is aligned to the end: the source's hides keys as
+if no token were cached, which breaks any cache; and so the layer has a cached form,
+`attend_cached`. Compile it, once for all lengths: called as it is, MAX compiles every single
+operation on its own, which takes minutes.
+
+    layer = load_gpt2(GPT2MultiHeadAttention(config), torch_layer.state_dict())
+    run = compile_layer(layer)
+    y = run(x)  # numpy arrays or torch tensors in, numpy arrays out
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+from torch import Tensor as TorchTensor
+
+from ._checks import check_heads, check_sizes
+from .fused import GPT2Sizes, check_variant
+
+try:
+    from max.driver import CPU
+    from max.dtype import DType
+    from max.experimental import functional as F
+    from max.experimental.tensor import Tensor, default_device
+    from max.graph import DeviceRef, Dim, TensorType, ops
+
+    try:
+        from max.experimental.nn import Linear, Module
+    except ImportError:  # 25.7 keeps them elsewhere
+        from max.nn.module_v3 import Linear, Module
+except ImportError as absent:
+    raise ImportError(
+        "headwise.systems.max_gpt2 needs Modular MAX, which headwise does not install: it is "
+        "proprietary and under its own licence. If that suits you: pip install max==25.7.0 rich "
+        f"transformers ({absent})"
+    ) from absent
+
+Array = np.ndarray | TorchTensor
+
+
+@F.functional
+def causal_mask(
+    sequence_length: Any,
+    num_tokens: Any,
+    *,
+    dtype: Any = DType.float32,
+    device: Any = None,
+) -> Any:
+    """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
+
+    Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
+    last key, whatever is cached.
+
+    Args:
+        sequence_length: T, the queries; an int, or a symbolic dimension of MAX.
+        num_tokens: P, the tokens that were cached before them.
+
+    Returns:
+        `[T, P + T]`: 0 where key j may be seen, `j <= P + i`, and -inf elsewhere.
+    """
+    place = DeviceRef.CPU() if device is None else device
+    length, past = Dim(sequence_length), Dim(num_tokens)
+    hidden, seen = (ops.constant(value, dtype, place) for value in (-math.inf, 0.0))
+    new = ops.band_part(ops.broadcast_to(hidden, [length, length]), None, 0, exclude=True)
+    return ops.concat([ops.broadcast_to(seen, [length, past]), new], axis=1)
+
+
+class GPT2MultiHeadAttention(Module):
+    """Causal self-attention with GPT-2's names: `c_attn` makes q, k and v, `c_proj` the output.
+
+    Both are Linears of MAX, whose weights are `[out, in]`: `load_gpt2` turns those of GPT-2.
+    Weights live on the CPU in float32, and mean nothing until they are loaded.
+
+    Args:
+        config: with `n_embd`, the width E, and `n_head`, the heads H.
+
+    Raises:
+        ValueError: sizes below 1, n_embd is no multiple of n_head, or a variant of GPT-2's
+            scaling that this layer does not have.
+    """
+
+    def __init__(self, config: GPT2Sizes) -> None:
+        check_sizes("GPT2MultiHeadAttention", n_embd=config.n_embd, n_head=config.n_head)
+        check_heads("GPT2MultiHeadAttention", "n_embd", config.n_embd, "n_head", config.n_head)
+        check_variant(config)
+        super().__init__()
+        self.embed_dim = config.n_embd
+        self.num_heads = config.n_head
+        self.head_dim = config.n_embd // config.n_head
+        # Random weights are drawn when something reads them: never, where others are loaded.
+        lazy = F.lazy() if hasattr(F, "lazy") else nullcontext()
+        with default_device(CPU()), lazy:
+            self.c_attn = Linear(self.embed_dim, 3 * self.embed_dim, bias=True)
+            self.c_proj = Linear(self.embed_dim, self.embed_dim, bias=True)
+
+    def forward(self, hidden_states: Any) -> Any:
+        """Attend from every position to itself and those before it, `[B, T, E]` to `[B, T, E]`."""
+        query, key, value = self._project(hidden_states)
+        return self._output(self._attn(query, key, value))
+
+    __call__ = forward  # MAX 25.7 calls this, MAX 26.7 forward
+
+    def attend_cached(self, hidden_states: Any, past_key: Any, past_value: Any) -> tuple[Any, ...]:
+        """Continue a text whose keys and values are cached.
+
+        Args:
+            hidden_states: the next tokens `[B, T, E]`.
+            past_key: `[B, H, P, D]` of the tokens before them; P may be 0.
+            past_value: as past_key.
+
+        Returns:
+            The output `[B, T, E]`, and key and value `[B, H, P + T, D]` for the next call.
+        """
+        query, key, value = self._project(hidden_states)
+        key = F.concat([past_key, key], axis=-2)
+        value = F.concat([past_value, value], axis=-2)
+        out = self._attn(query, key, value, num_tokens=past_key.shape[-2])
+        return self._output(out), key, value
+
+    def _project(self, hidden_states: Any) -> tuple[Any, ...]:
+        """Project `[B, T, E]` to q, k and v `[B, H, T, D]`."""
+        parts = F.split(self.c_attn(hidden_states), [self.embed_dim] * 3, axis=-1)
+        return tuple(self._split_heads(part, self.num_heads, self.head_dim) for part in parts)
+
+    def _output(self, heads: Any) -> Any:
+        """Project `[B, H, T, D]` to `[B, T, E]`."""
+        return self.c_proj(self._merge_heads(heads, self.num_heads, self.head_dim))
+
+    def _attn(self, query: Any, key: Any, value: Any, num_tokens: Any = 0) -> Any:
+        """Attend from queries `[B, H, T, D]` to keys and values `[B, H, P + T, D]`."""
+        scores = query @ key.transpose(-1, -2) * self.head_dim**-0.5
+        mask = causal_mask(query.shape[-2], num_tokens, dtype=scores.dtype, device=scores.device)
+        return F.softmax(scores + mask) @ value
+
+    def _split_heads(self, tensor: Any, num_heads: int, attn_head_size: int) -> Any:
+        """Split `[B, T, H * D]` into `[B, H, T, D]`."""
+        shape = [*tensor.shape[:-1], num_heads, attn_head_size]
+        return tensor.reshape(shape).transpose(-3, -2)
+
+    def _merge_heads(self, tensor: Any, num_heads: int, attn_head_size: int) -> Any:
+        """Merge `[B, H, T, D]` into `[B, T, H * D]`."""
+        tensor = tensor.transpose(-3, -2)
+        return tensor.reshape([*tensor.shape[:-2], num_heads * attn_head_size])
+
+
+class _Cached(Module):
+    """The layer's cached form, as something that MAX can compile."""
+
+    def __init__(self, layer: GPT2MultiHeadAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Any, past_key: Any, past_value: Any) -> tuple[Any, ...]:
+        return self.layer.attend_cached(hidden_states, past_key, past_value)
+
+    __call__ = forward
+
+
+def load_gpt2(layer: GPT2MultiHeadAttention, state: Mapping[str, Array]) -> GPT2MultiHeadAttention:
+    """Load GPT-2's weights into the layer, and return it.
+
+    Args:
+        layer: one of the same sizes.
+        state: the state of one torch layer in the layout `gpt2`, such as `fused.py`'s or Hugging
+            Face's `GPT2Attention.state_dict()`: `c_attn.weight` `[E, 3E]`, `c_attn.bias`,
+            `c_proj.weight` `[E, E]`, `c_proj.bias`, as torch tensors or numpy arrays. Old files'
+            mask buffers are passed over.
+
+    Raises:
+        ValueError: other names, or other shapes.
+    """
+    width = layer.embed_dim
+    shapes = {
+        "c_attn.weight": (width, 3 * width),
+        "c_attn.bias": (3 * width,),
+        "c_proj.weight": (width, width),
+        "c_proj.bias": (width,),
+    }
+    weights = {name: state[name] for name in state if name not in ("bias", "masked_bias")}
+    given = {name: tuple(array.shape) for name, array in weights.items()}
+    if given != shapes:
+        raise ValueError(
+            f"load_gpt2(n_embd={width}): expected {shapes}, was given {given}; "
+            "headwise.convert(…, target='gpt2') makes this layout of any other"
+        )
+    layer.load_state_dict({name: _max_tensor(_numpy(array).T) for name, array in weights.items()})
+    return layer
+
+
+def compile_layer(
+    layer: GPT2MultiHeadAttention, batch: int | str = "batch", length: int | str = "length"
+) -> Callable[[Array], np.ndarray]:
+    """Compile the layer for the CPU.
+
+    Args:
+        layer: with its weights loaded; later changes of them do not reach what was compiled.
+        batch: how many rows a call has; a name stands for any number.
+        length: how many tokens a row has; a name stands for any number.
+
+    Returns:
+        A function from `[B, T, E]` to `[B, T, E]`: in float32, on numpy arrays or torch tensors;
+        what it gives is numpy's. It raises ValueError for other shapes.
+    """
+    run = layer.compile(_type(batch, length, layer.embed_dim))
+
+    def call(hidden_states: Array) -> np.ndarray:
+        _check("compile_layer", layer, hidden_states)
+        return _from_max(run(_max_tensor(_numpy(hidden_states))))
+
+    return call
+
+
+def compile_cached(
+    layer: GPT2MultiHeadAttention,
+    batch: int | str = "batch",
+    length: int | str = "length",
+    past: int | str = "past",
+) -> Callable[[Array, Array, Array], tuple[np.ndarray, ...]]:
+    """Compile `attend_cached` for the CPU: as `compile_layer`, with `past` cached tokens.
+
+    Returns:
+        A function of the next tokens `[B, T, E]`, and the keys and the values of those before,
+        `[B, H, P, D]` each. It gives the output and the keys and values for the next call.
+    """
+    cached = _type(batch, layer.num_heads, past, layer.head_dim)
+    run = _Cached(layer).compile(_type(batch, length, layer.embed_dim), cached, cached)
+
+    def call(hidden_states: Array, past_key: Array, past_value: Array) -> tuple[np.ndarray, ...]:
+        arrays = (hidden_states, past_key, past_value)
+        _check("compile_cached", layer, *arrays)
+        return tuple(map(_from_max, run(*(_max_tensor(_numpy(array)) for array in arrays))))
+
+    return call
+
+
+def _check(name: str, layer: GPT2MultiHeadAttention, x: Array, *past: Array) -> None:
+    call = f"{name}(…)({', '.join(str(list(array.shape)) for array in (x, *past))})"
+    if x.ndim != 3 or x.shape[2] != layer.embed_dim:
+        raise ValueError(f"{call}: the input must be [B, T, {layer.embed_dim}]")
+    shape, heads = tuple(past[0].shape) if past else (), (layer.num_heads, layer.head_dim)
+    fits = len(shape) == 4 and (shape[0], shape[1], shape[3]) == (x.shape[0], *heads)
+    if past and not (fits and shape == tuple(past[1].shape)):
+        want = f"[{x.shape[0]}, {heads[0]}, P, {heads[1]}]"
+        raise ValueError(f"{call}: past_key and past_value must be {want}")
+
+
+def _type(*shape: int | str) -> Any:
+    return TensorType(DType.float32, shape, device=DeviceRef.CPU())
+
+
+def _numpy(array: Array) -> np.ndarray:
+    return array.detach().float().cpu().numpy() if isinstance(array, TorchTensor) else array
+
+
+def _max_tensor(array: np.ndarray) -> Any:
+    return Tensor.from_dlpack(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def _from_max(tensor: Any) -> np.ndarray:
+    return np.from_dlpack(tensor)

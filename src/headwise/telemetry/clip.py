@@ -18,7 +18,7 @@ from ..capture.modules import check_model
 from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.max_logit import ABOVE
-from ..weights.projections import Projections, projections_of
+from ..weights.projections import QueryKeyProjections, projections_of
 from .optimizers import check_optimizer
 from .wrappers import bare_name, innermost
 
@@ -200,7 +200,7 @@ def largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
 class _Weights:
     """The projections of one layer, and what its heads are to be scaled by, `[H]`."""
 
-    found: Projections
+    found: QueryKeyProjections
     parameters: Mapping[str, nn.Parameter]
     gamma: Tensor
 
@@ -253,7 +253,7 @@ class _Finder:
                 fault += " Give those of all ranks: hw.parallel.largest_logits(seen)."
             raise ValueError(fault)
         _check_norms(module, at)
-        if hasattr(module, "projections"):  # it knows itself where they are
+        if getattr(module, "head_shard", None) is not None:
             return self._own_weights(module, heads, at)
         own, faults = {id(parameter) for parameter in module.parameters()}, []
         for root in _and_around(name):
@@ -282,7 +282,10 @@ class _Finder:
     def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_Weights, slice]:
         """The weights of a module that knows where its projections are."""
         try:
-            found, parameters = module.projections(), dict(module.named_parameters())
+            found, parameters = (
+                module.head_shard.projections(module),
+                dict(module.named_parameters()),
+            )
         except ValueError as error:
             raise ValueError(f"{at}: {error}.") from None
         _check_weights(found, parameters, at)
@@ -351,7 +354,9 @@ def _check_norms(module: nn.Module, at: str) -> None:
         raise ValueError(f"{at}: by {found!r}, {_NORMED}")
 
 
-def _check_weights(found: Projections, parameters: Mapping[str, nn.Parameter], at: str) -> None:
+def _check_weights(
+    found: QueryKeyProjections, parameters: Mapping[str, nn.Parameter], at: str
+) -> None:
     """Raise ValueError for weights that cannot be scaled where they are."""
     if found.normed:
         raise ValueError(f"{at}: {_NORMED}")

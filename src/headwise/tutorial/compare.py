@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..core.masks import Causal
 from ..core.reference import attention
+from ..systems.variants import flex_lacks_backward
 from . import timing
-from .implementations.variants import flex_lacks_backward
 from .runners import FLEX, RUNGS, SIZES, Rung, Runner, Size, parse_sizes, runner, weights
 from .timing import Spread
 
@@ -96,7 +96,7 @@ class Ladder:
         return f"<Ladder: {len(self.rows)} rows at {sizes}; .to_dict() has the figures>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**self.provenance, "rows": [asdict(row) for row in self.rows]}
 
 
@@ -109,7 +109,7 @@ def climb(
     seed: int = 0,
     report: Callable[[float], None] | None = None,
 ) -> Ladder:
-    """Runs every rung at every size.
+    """Run every rung at every size.
 
     Args:
         sizes: what to compare at. The scalar rung runs where a forward pass has at most
@@ -130,12 +130,12 @@ def climb(
     rows: list[Row] = []
     for done, size in enumerate(sizes):
 
-        def told(share: float, done: int = done) -> None:
+        def report_share(share: float, done: int = done) -> None:
             if report is not None:
                 report((done + share) / len(sizes))
 
         try:
-            rows += _at(size, device, compile, rounds, seed, told)
+            rows += _at(size, device, compile, rounds, seed, report_share)
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"--sizes {size}: the GPU's memory does not hold it; give a smaller batch or length"
@@ -183,7 +183,7 @@ def _at(
     seed: int,
     report: Callable[[float], None],
 ) -> list[Row]:
-    """All rungs at one size."""
+    """Run all rungs at one size."""
     if compile:
         torch.compiler.reset()  # rungs share code; PyTorch gives up where it has too many versions
     generator = torch.Generator().manual_seed(seed)
@@ -208,7 +208,7 @@ def _at(
 
 
 class _Truth:
-    """What the definition gives in float64, and how far off it is itself in float32."""
+    """The definition's results in float64, and their error in float32."""
 
     def __init__(self, size: Size, state: Mapping[str, Tensor], x: Tensor, pull: Tensor) -> None:
         self.x, self.pull = x, pull
@@ -240,7 +240,7 @@ def _largest(got: Tensor, exact: Tensor) -> float:
 
 
 def _refusal(rung: Rung, size: Size, compile: bool) -> str | None:
-    """Why a rung is not run at a size, or None."""
+    """Return the reason that a rung is not run at a size, or None."""
     if rung.build is None and size.multiply_adds > SCALAR_MULTIPLY_ADDS:
         return (
             f"number by number, {size.multiply_adds:,} multiply-adds take too long; it runs where "
@@ -252,7 +252,7 @@ def _refusal(rung: Rung, size: Size, compile: bool) -> str | None:
 
 
 def _checked(row: Row, rung: Rung, run: Runner, truth: _Truth) -> Row:
-    """The row with everything but times; or why FlexAttention does not run here.
+    """Return the row with everything but times; or the reason that FlexAttention does not run here.
 
     Raises:
         Disagreement: the rung does not compute what the definition does.
@@ -273,10 +273,10 @@ def _checked(row: Row, rung: Rung, run: Runner, truth: _Truth) -> Row:
             ) from error
         raise
     found: list[float | None] = []
-    for what, mine, exact, allowed in zip(
+    for what, value, exact, allowed in zip(
         ("output", "gradient of the input"), got, truth.exact, truth.allowed, strict=True
     ):
-        found.append(None if mine is None else _largest(mine.to(x.device), exact))
+        found.append(None if value is None else _largest(value.to(x.device), exact))
         if found[-1] is not None and not found[-1] <= allowed:  # NaN too
             raise Disagreement(
                 f"the rung {rung.name!r} ({rung.where}) does not agree at {row.size}: its {what} "
@@ -310,7 +310,7 @@ def _timed(
     rounds: int,
     report: Callable[[float], None],
 ) -> list[Row]:
-    """The rows with times, and every figure beside that of the rung before."""
+    """Return the rows with times, and every metric beside that of the rung before."""
     forward = timing.interleaved(
         {name: partial(run.forward, x) for name, run in runners.items()},
         rounds,
@@ -345,14 +345,14 @@ def _beside(
 ) -> dict[str, float | Spread]:
     found: dict[str, float | Spread] = {}
     for figure in FIGURES:
-        mine = getattr(row, figure)
+        value = getattr(row, figure)
         before = next((r for r in reversed(earlier) if getattr(r, figure) is not None), None)
-        if mine is None or before is None:
+        if value is None or before is None:
             continue
         found[figure] = (
             timing.ratio(taken[figure], row.rung, before.rung)
             if figure in taken
-            else mine / getattr(before, figure)
+            else value / getattr(before, figure)
         )
     return found
 
@@ -361,7 +361,7 @@ def _beside(
 
 
 def shown(ladder: Ladder) -> Iterator[Table | str]:
-    """What a terminal shows: for each size a table and its notes, then what the figures are."""
+    """Yield the output for a terminal: for each size a table and its notes, then an explanation."""
     facts = ladder.provenance
     for size in facts["settings"]["sizes"]:
         yield table(ladder, size)
@@ -387,7 +387,7 @@ HEADINGS = (
 
 
 def table(ladder: Ladder, size: str) -> Table:
-    """The rows of one size: each figure, and its ratio to the rung before."""
+    """Return the rows of one size: each metric, and its ratio to the rung before."""
     rows = [row for row in ladder.rows if row.size == size and row.left_out is None]
     cells = [_cells(row) for row in rows]
     drawn = Table(
@@ -408,10 +408,10 @@ def table(ladder: Ladder, size: str) -> Table:
 
 
 def notes(ladder: Ladder, size: str) -> list[str]:
-    """What to know about single rows, and which were left out."""
+    """Return notes on single rows, and the rows that were left out."""
     rows = [row for row in ladder.rows if row.size == size]
-    said = [f"{row.rung}: {row.note}" for row in rows if row.note and row.left_out is None]
-    return said + [f"{row.rung} left out: {row.left_out}" for row in rows if row.left_out]
+    lines = [f"{row.rung}: {row.note}" for row in rows if row.note and row.left_out is None]
+    return lines + [f"{row.rung} left out: {row.left_out}" for row in rows if row.left_out]
 
 
 def _cells(row: Row) -> list[str]:

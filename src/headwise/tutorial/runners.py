@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..core.masks import Causal
 from ..layers.attention import MultiHeadAttention
+from ..systems import functional, fused, per_head, scalar, split, variants
 from ..weights.convert import convert
 from . import timing
-from .implementations import functional, fused, per_head, scalar, split, variants
 
 State = Mapping[str, Tensor]
 
@@ -39,7 +39,7 @@ class Size:
 
     @property
     def multiply_adds(self) -> int:
-        """Of four projections and two products, as if no key were hidden."""
+        """The multiply-adds of four projections and two products, as if no key were hidden."""
         return self.batch * self.length * self.width * (4 * self.width + 2 * self.length)
 
 
@@ -47,7 +47,7 @@ SIZES = (Size(1, 16, 16, 4), Size(4, 256, 256, 8))
 
 
 def parse_sizes(texts: Sequence[str]) -> list[Size]:
-    """Sizes from texts such as `1x16x16x4`, several in one text parted by commas; each once.
+    """Parse sizes such as `1x16x16x4`, several in one text separated by commas; each once.
 
     Raises:
         ValueError: a text that is no size, or a width that the heads do not divide.
@@ -80,19 +80,19 @@ class Runner(Protocol):
     parameters: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, no gradients kept."""
+        """Return the output, without gradients."""
         ...
 
     def step(self, x: Tensor, pull: Tensor) -> Tensor:
-        """Forward, and backward from `pull` to weights and input; the input's gradient."""
+        """Run forward, and backward from `pull` to weights and input; return x's gradient."""
         ...
 
     def multiply_adds(self, x: Tensor) -> int | None:
-        """Of one forward pass; None where they are not seen."""
+        """Return the multiply-adds of one forward pass; None if they are not counted."""
         ...
 
     def peak_bytes(self, x: Tensor, pull: Tensor) -> int:
-        """What a step adds to memory at most: activations, temporaries and gradients."""
+        """Return the memory that a step adds at most: activations, temporaries and gradients."""
         ...
 
 
@@ -209,7 +209,7 @@ class WithOutput(nn.Module):
         return self.out_proj(self.attention(x))
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     """Of a rung that also gives its weights, the output."""
 
     def __init__(self, module: functional.MultiHead, size: Size) -> None:
@@ -234,21 +234,21 @@ class Causally(nn.Module):
 
 def _per_head(size: Size, state: State) -> nn.Module:
     heads = {**state, "W_o.weight": torch.eye(size.width)}
-    made = WithOutput(size)
-    made.attention.load_state_dict(_converted(heads, "per_head", size))
-    made.out_proj.load_state_dict({"weight": state["W_o.weight"]})
-    return made
+    layer = WithOutput(size)
+    layer.attention.load_state_dict(_converted(heads, "per_head", size))
+    layer.out_proj.load_state_dict({"weight": state["W_o.weight"]})
+    return layer
 
 
 def _split(size: Size, state: State) -> nn.Module:
-    made = split.MultiHeadAttn(size.width, size.width, size.length, 0.0, size.heads)
-    return _loaded(made, "split", size, state)
+    layer = split.MultiHeadAttn(size.width, size.width, size.length, 0.0, size.heads)
+    return _loaded(layer, "split", size, state)
 
 
 def _functional(size: Size, state: State) -> nn.Module:
-    made = functional.MultiHead(size.width, size.heads)
-    made.load_state_dict(state)
-    return First(made, size)
+    layer = functional.MultiHead(size.width, size.heads)
+    layer.load_state_dict(state)
+    return FirstOutput(layer, size)
 
 
 def _fused(size: Size, state: State) -> nn.Module:
@@ -261,17 +261,17 @@ def _packed(kind: type[nn.Module], size: Size, state: State) -> nn.Module:
 
 
 def _torch(weights: bool, size: Size, state: State) -> nn.Module:
-    made = variants.TorchAttention(size.width, size.heads, bias=False, weights=weights)
-    return _loaded(made, "torch", size, state)
+    layer = variants.TorchAttention(size.width, size.heads, bias=False, weights=weights)
+    return _loaded(layer, "torch", size, state)
 
 
 def _headwise(size: Size, state: State) -> nn.Module:
     return Causally(_packed(MultiHeadAttention, size, state))
 
 
-def _loaded(made: nn.Module, layout: str, size: Size, state: State) -> nn.Module:
-    made.load_state_dict(_converted(state, layout, size))
-    return made
+def _loaded(layer: nn.Module, layout: str, size: Size, state: State) -> nn.Module:
+    layer.load_state_dict(_converted(state, layout, size))
+    return layer
 
 
 def _converted(state: State, target: str, size: Size) -> dict[str, Any]:
@@ -292,31 +292,31 @@ FLEX = "FlexAttention"
 RUNGS = (
     Rung(
         "scalar",
-        "implementations/scalar.py",
+        "systems/scalar.py",
         note="in double precision; memory is that of Python's objects",
     ),
     Rung(
         "per head",
-        "implementations/per_head.py",
+        "systems/per_head.py",
         _per_head,
         "with an output projection put after it",
     ),
-    Rung("split", "implementations/split.py", _split),
-    Rung("functional", "implementations/functional.py", _functional, "returns its weights too"),
-    Rung("fused, GPT-2", "implementations/fused.py", _fused),
-    Rung("fused QKV", "implementations/variants.py", partial(_packed, variants.FusedQKV)),
-    Rung("einsum", "implementations/variants.py", partial(_packed, variants.Einsum)),
+    Rung("split", "systems/split.py", _split),
+    Rung("functional", "systems/functional.py", _functional, "returns its weights too"),
+    Rung("fused, GPT-2", "systems/fused.py", _fused),
+    Rung("fused QKV", "systems/variants.py", partial(_packed, variants.FusedQKV)),
+    Rung("einsum", "systems/variants.py", partial(_packed, variants.Einsum)),
     Rung("nn.MHA, weights", "nn.MultiheadAttention", partial(_torch, True)),
     Rung("nn.MHA", "nn.MultiheadAttention", partial(_torch, False)),
-    Rung("SDPA, mask", "implementations/variants.py", partial(_packed, variants.SDPAMask)),
-    Rung("SDPA, flag", "implementations/variants.py", partial(_packed, variants.SDPAFlag)),
-    Rung(FLEX, "implementations/variants.py", partial(_packed, variants.FlexAttention)),
+    Rung("SDPA, mask", "systems/variants.py", partial(_packed, variants.SDPAMask)),
+    Rung("SDPA, flag", "systems/variants.py", partial(_packed, variants.SDPAFlag)),
+    Rung(FLEX, "systems/variants.py", partial(_packed, variants.FlexAttention)),
     Rung("headwise", "headwise.MultiHeadAttention", _headwise),
 )
 
 
 def weights(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random matrices in the layout `functional`, as large as nn.Linear's."""
+    """Return random matrices in the layout `functional`, as large as nn.Linear's."""
     bound = size.width**-0.5
     return {
         f"W_{part}.weight": torch.empty(size.width, size.width).uniform_(
@@ -327,7 +327,7 @@ def weights(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def runner(rung: Rung, size: Size, state: State, device: str, compile: bool) -> Runner:
-    """A rung with these weights on a device, compiled where that is asked for."""
+    """Return a rung with these weights on a device, compiled if requested."""
     if rung.build is None:
         return Scalars(_converted(state, "microgpt", size), size.heads)
     module = rung.build(size, state).to(device)

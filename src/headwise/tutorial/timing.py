@@ -17,15 +17,12 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 Work = Callable[[], Any]
 Clock = Callable[[], float]
@@ -41,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """The spread of at least one value.
+        """Return the spread of at least one value.
 
         >>> Spread.of([3.0, 1.0, 2.0])
         Spread(median=2.0, low=1.5, high=2.5)
@@ -106,19 +103,13 @@ def _wait() -> None:
 
 
 def ratio(taken: Mapping[str, list[float]], name: str, beside: str) -> Spread:
-    """How many times as long `name` takes as `beside`, round by round."""
+    """Return the ratio of the times of `name` and `beside`, round by round."""
     pairs = zip(taken[name], taken[beside], strict=True)
-    return Spread.of([mine / other for mine, other in pairs])
-
-
-def fastest(taken: Mapping[str, list[float]], without: str) -> str:
-    """The contender with the lowest median, `without` left out."""
-    others = [name for name in taken if name != without]
-    return min(others, key=lambda name: statistics.median(taken[name]))
+    return Spread.of([value / other for value, other in pairs])
 
 
 def limits(device: str = "cpu") -> dict[str, float]:
-    """What this machine can do right now: matmul and memory copy, best of several.
+    """Measure this machine's limits now: matmul and memory copy, best of several.
 
     The matmul is in float32, and on CUDA in bfloat16, whose units attention works on.
     """
@@ -135,7 +126,7 @@ def limits(device: str = "cpu") -> dict[str, float]:
 
 
 def multiply_adds(work: Work) -> int:
-    """Multiply-adds of the matrix products of a call, as PyTorch's operators name them.
+    """Count the multiply-adds of the matrix products of a call, as PyTorch's operators name them.
 
     Fused attention counts as if no key were hidden, whatever its kernel skips. Compiled code is
     not seen.
@@ -156,7 +147,7 @@ def multiply_adds(work: Work) -> int:
 
 
 def peak_bytes(work: Work, device: str = "cpu") -> int:
-    """How far a call raises PyTorch's allocated memory at most, above what was there before.
+    """Measure the most memory that PyTorch allocates during a call, above that before it.
 
     On a CPU the profiler's record of every allocation is summed in its order: so it is exact, and
     sees what kernels take for themselves, but not what libraries take from the system on their
@@ -195,7 +186,7 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
 
 
 def python_peak_bytes(work: Work) -> int:
-    """How far a call raises the memory of Python's own objects at most."""
+    """Measure the most memory that Python's own objects take during a call."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -217,7 +208,7 @@ def _processor() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this runs."""
+    """Return the machine's hardware and the versions of packages."""
     versions = {}
     for package in ("headwise", "torch", "transformers", "x-transformers"):
         try:
@@ -234,99 +225,3 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
-
-
-def record(
-    name: str,
-    settings: Mapping[str, Any],
-    rows: list[dict[str, Any]],
-    folder: Path,
-    device: str = "cpu",
-) -> Path:
-    """Writes one run to `<folder>/<name>-<date>.json`, prints it as one line, returns the path."""
-    now = datetime.now(UTC)
-    run = {
-        "benchmark": name,
-        "date": now.isoformat(timespec="seconds"),
-        "machine": machine(),
-        "limits": limits(device),
-        "settings": dict(settings),
-        "rows": rows,
-    }
-    path = write_run(folder / f"{name}-{now:%Y%m%dT%H%M%SZ}.json", run)
-    print(json.dumps(rounded(run)))
-    return path
-
-
-def write_run(path: Path, run: Mapping[str, Any], digits: int = 6) -> Path:
-    """Write a run for people to read; the file is whole or absent.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.parent.mkdir(exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(dumps(rounded(run, digits)) + "\n")
-    os.replace(part, path)
-    return path
-
-
-def dumps(value: Any, lines: int = 200) -> str:
-    """Spell JSON for reading: what fits on a line stands on one; lines are as long as it takes.
-
-    >>> print(dumps({"a": [1, 2], "b": [{"c": "long " * 40}]}))
-    {
-     "a": [1, 2],
-     "b": [
-      {"c": "long long ...
-     ]
-    }
-    """
-    wide = 160
-    while (text := _cut(value, wide)).count("\n") >= lines:
-        wide *= 2
-    return text
-
-
-def _cut(value: Any, wide: int, indent: str = "") -> str:
-    flat = json.dumps(value)
-    within = list(value.values() if isinstance(value, dict) else value) if _holds(value) else []
-    if not any(map(_holds, within)) or len(flat) + len(indent) <= wide:
-        return flat
-    inner = indent + " "
-    lines = [_cut(item, wide, inner) for item in within]
-    if isinstance(value, dict):
-        lines = [f"{json.dumps(key)}: {line}" for key, line in zip(value, lines, strict=True)]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
-
-
-def _holds(value: Any) -> bool:
-    return isinstance(value, dict | list)
-
-
-def rounded(value: Any, digits: int = 5) -> Any:
-    """Round floats in a nested value to so many significant digits; spreads become dicts.
-
-    >>> rounded({"a": [0.123456789, 1, "text"], "b": Spread(1.0, 0.5, 2.0)})
-    {'a': [0.12346, 1, 'text'], 'b': {'median': 1.0, 'low': 0.5, 'high': 2.0}}
-    """
-    if isinstance(value, Spread):
-        return rounded(asdict(value), digits)
-    if isinstance(value, Mapping):
-        return {str(key): rounded(item, digits) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item, digits) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    return value if isinstance(value, int | str | None) else str(value)
-
-
-def show(title: str, columns: list[str], lines: list[list[str]]) -> None:
-    """Prints a table; the first column is left-aligned, figures right-aligned."""
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    Console(width=120).print(table)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..core.numbers import fault_of_eps
-from .detect import Layer, check_state, detect_layout, find_layers, tensor_of
-from .hf_folder import CONFIG
+from .detect import LayerTensors, check_state, detect_layout, find_layers, tensor_of
+from .folders import CONFIG
 from .layout_table import LAYOUTS
-from .layout_types import Layout, Sizes
+from .layout_types import LayerSizes, Layout
 from .packing import (
     Parts,
     parts_of,
@@ -45,7 +45,7 @@ def convert(
     rotary_dim: int | None = None,
     qk_norm_eps: float | None = None,
 ) -> dict[str, Any]:
-    """The same attention under another implementation's names, shapes and orders.
+    """Return the same attention under another implementation's names, shapes and orders.
 
     Args:
         state: the weights of one layer, or of a whole model: names to tensors (NumPy and JAX arrays
@@ -99,25 +99,29 @@ def convert(
     check_state(state, "convert")
     if source is None:
         source = detect_layout(state)
-    wanted = Wanted(source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps)
-    asked = str(wanted)
-    tensors = {name: tensor_of(name, value, asked) for name, value in state.items()}
+    conversion = Conversion(source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps)
+    call = str(conversion)
+    tensors = {name: tensor_of(name, value, call) for name, value in state.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layers = find_layers(wanted.old, shapes, asked)
+    layers = find_layers(conversion.old, shapes, call)
     out: dict[str, Tensor] = {}
-    for _, name, tensor in converted(shapes, tensors.__getitem__, layers, wanted):
+    for _, name, tensor in converted(shapes, tensors.__getitem__, layers, conversion):
         if name in out:
-            raise ValueError(f"{asked}: the state holds {name!r} already")
+            raise ValueError(f"{call}: the state holds {name!r} already")
         out[name] = tensor
-    if wanted.new.lists:
+    if conversion.new.lists:
         return {name: tensor.tolist() for name, tensor in out.items()}
     return dict(out)
 
 
 def converted(
-    names: Iterable[str], load: Callable[[str], Tensor], layers: Iterable[Layer], wanted: Wanted
+    names: Iterable[str],
+    load: Callable[[str], Tensor],
+    layers: Iterable[LayerTensors],
+    conversion: Conversion,
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Every tensor of the converted state, one layer at a time: (name it came from, name, tensor).
+    """Yield every tensor of the converted state, one layer at a time: (original name, name,
+    tensor).
 
     `names` are those of the whole state, in order; `load` gives the tensor of one. A layer's
     tensors come where its first name stood.
@@ -128,17 +132,17 @@ def converted(
         inside |= layer.names
     for source in names:
         if source in begins:
-            for name, tensor in convert_layer(begins[source], load, wanted).items():
+            for name, tensor in convert_layer(begins[source], load, conversion).items():
                 yield source, name, tensor
         elif source not in inside:
-            name, turned = renamed(source, wanted.old, wanted.new)
+            name, turned = renamed(source, conversion.old, conversion.new)
             tensor = load(source)
             yield source, name, tensor.T.contiguous() if turned else tensor
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a caller asked for; it quotes the call in errors.
+class Conversion:
+    """The options of a conversion; `str()` quotes the call in errors.
 
     Raises:
         ValueError: an unknown layout, a head count below 1, or an odd number of rotated features.
@@ -180,11 +184,11 @@ class Wanted:
 
     @property
     def moves(self) -> bool:
-        """Whether source and target rotate other features as a pair."""
+        """True if source and target rotate different features as a pair."""
         return (self.old.rope or "half") != (self.new.rope or "half")
 
     def rotated(self, head_dim: int) -> int | None:
-        """How many features of a head are rotated; `None` where nobody has said."""
+        """Return the number of rotated features of a head; `None` if it is unknown."""
         if self.rotary_dim is None and self.rotary_share is not None:
             return int(head_dim * self.rotary_share)
         return self.rotary_dim
@@ -197,63 +201,65 @@ class Wanted:
         return f"convert({shown})"
 
 
-def convert_layer(layer: Layer, load: Callable[[str], Tensor], wanted: Wanted) -> dict[str, Tensor]:
-    """One layer in the target's layout; `load` gives the tensor of a state's name.
+def convert_layer(
+    layer: LayerTensors, load: Callable[[str], Tensor], conversion: Conversion
+) -> dict[str, Tensor]:
+    """Return one layer in the target's layout; `load` returns the tensor of a name in the state.
 
     Raises:
         ValueError: shapes that do not fit the head count; something the target cannot hold; or
             features to be moved, of which it is not known whether all are rotated.
     """
-    said = f"{wanted} at {layer.prefix!r}" if layer.prefix else str(wanted)
-    parts, sizes = _read(layer, load, wanted, said)
-    rotated = wanted.rotated(sizes.head_dim)
-    if wanted.moves and rotated is None and layer.partial is not None:
+    call = f"{conversion} at {layer.prefix!r}" if layer.prefix else str(conversion)
+    parts, sizes = _read(layer, load, conversion, call)
+    rotated = conversion.rotated(sizes.head_dim)
+    if conversion.moves and rotated is None and layer.partial is not None:
         raise ValueError(
-            f"{said}: the rotated features of a head go to other places, and models of these names "
+            f"{call}: the rotated features of a head go to other places, and models of these names "
             f"may rotate a part of a head alone ({layer.partial}); say how many features with "
             f"rotary_dim=… (--rotary-dim): {sizes.head_dim} for all of them, 0 to move none"
         )
-    parts = _with_eps(parts, wanted, said)
-    reorder(parts, wanted.old.rope, wanted.new.rope, rotated, said)
-    regroup(parts, sizes, wanted.old.turns, wanted.new.turns)
-    if wanted.bias is not None:
-        parts = with_bias(parts, sizes, wanted.bias)
-    prefix, _ = renamed(layer.prefix, wanted.old, wanted.new)
-    written = write(parts, sizes, wanted.new, _origins(layer), prefix, said)
+    parts = _with_eps(parts, conversion, call)
+    reorder(parts, conversion.old.rope, conversion.new.rope, rotated, call)
+    regroup(parts, sizes, conversion.old.turns, conversion.new.turns)
+    if conversion.bias is not None:
+        parts = with_bias(parts, sizes, conversion.bias)
+    prefix, _ = renamed(layer.prefix, conversion.old, conversion.new)
+    written = write(parts, sizes, conversion.new, _origins(layer), prefix, call)
     return {prefix + name: tensor for name, tensor in written}
 
 
-def _with_eps(parts: Parts, wanted: Wanted, said: str) -> Parts:
+def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
     """Add the eps of the norms of q and k where the target stores it, and drop it elsewhere.
 
     Raises:
         ValueError: the target stores an eps, and neither the source nor the caller gives one; or
             both do, and differ.
     """
-    eps, given = [f"{part}_norm.eps" for part in "qk"], wanted.qk_norm_eps
+    eps, requested = [f"{part}_norm.eps" for part in "qk"], conversion.qk_norm_eps
     for name in eps:
-        if name in parts and given is not None and float(parts[name]) != given:
+        if name in parts and requested is not None and float(parts[name]) != requested:
             raise ValueError(
-                f"{said}: {name} in the weights is {float(parts[name])}; leave qk_norm_eps out"
+                f"{call}: {name} in the weights is {float(parts[name])}; leave qk_norm_eps out"
             )
-    if not wanted.new.holds(eps[0]):
+    if not conversion.new.holds(eps[0]):
         return {name: tensor for name, tensor in parts.items() if name not in eps}
     if "q_norm.weight" not in parts or eps[0] in parts:
         return parts
-    if given is not None:
-        return parts | {name: torch.tensor(given, dtype=torch.float64) for name in eps}
-    if wanted.old.holds(eps[0]):  # weights that were saved without it leave the layer's own
+    if requested is not None:
+        return parts | {name: torch.tensor(requested, dtype=torch.float64) for name in eps}
+    if conversion.old.holds(eps[0]):  # weights that were saved without it leave the layer's own
         return parts
     raise ValueError(
-        f"{said}: the weights do not tell the eps of the norms of q and k; give "
+        f"{call}: the weights do not tell the eps of the norms of q and k; give "
         f"qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps in the model's {CONFIG}. The norms "
         f"must be RMS norms times the weight, as in Qwen 3: not times 1 + weight (Gemma 3), and "
         f"without norms of values (Gemma 3n, Gemma 4)"
     )
 
 
-def _origins(layer: Layer) -> dict[str, str]:
-    """The state's name for each part, the first head's where each has its own."""
+def _origins(layer: LayerTensors) -> dict[str, str]:
+    """Return the state's name for each part, the first head's where each head has its own."""
     return {
         part: layer.where[name][0]
         for name, (held, _) in layer.form.tensors.items()
@@ -262,10 +268,11 @@ def _origins(layer: Layer) -> dict[str, str]:
     }
 
 
-def stored(
-    layer: Layer, load: Callable[[str], Tensor]
+def stored_tensors(
+    layer: LayerTensors, load: Callable[[str], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, str]]]:
-    """The layer's tensors, and the parts and pattern of each; those of single heads are stacked."""
+    """Return the layer's tensors, and the parts and pattern of each; those of single heads are
+    stacked."""
     tensors: dict[str, Tensor] = {}
     patterns: dict[str, tuple[str, str]] = {}
     for name, group in layer.where.items():
@@ -280,37 +287,38 @@ def stored(
 
 
 def _read(
-    layer: Layer, load: Callable[[str], Tensor], wanted: Wanted, said: str
-) -> tuple[Parts, Sizes]:
-    """The layer's parts, and their sizes."""
-    tensors, patterns = stored(layer, load)
-    sizes = sizes_of(tensors, patterns, wanted.num_heads, wanted.num_kv_heads, said)
-    found: Parts = {}
+    layer: LayerTensors, load: Callable[[str], Tensor], conversion: Conversion, call: str
+) -> tuple[Parts, LayerSizes]:
+    """Return the layer's parts, and their sizes."""
+    tensors, patterns = stored_tensors(layer, load)
+    sizes = sizes_of(tensors, patterns, conversion.num_heads, conversion.num_kv_heads, call)
+    unpacked: Parts = {}
     for name, tensor in tensors.items():
         parts, pattern = patterns[name]
         expected = shape_of(parts, pattern, sizes)
         if tuple(tensor.shape) != expected:
             hint = "; norms over all heads, as OLMo 2's, have no place" if "norm" in parts else ""
             raise ValueError(
-                f"{said}: {name} has shape {list(tensor.shape)}, and {sizes.num_heads} heads with "
+                f"{call}: {name} has shape {list(tensor.shape)}, and {sizes.num_heads} heads with "
                 f"{sizes.num_kv_heads} key/value heads of width {sizes.head_dim} make it "
                 f"{list(expected)}{hint}"
             )
-        found |= unpack(parts, pattern, tensor, sizes)
-    return found, sizes
+        unpacked |= unpack(parts, pattern, tensor, sizes)
+    return unpacked, sizes
 
 
 def renamed(name: str, old: Layout, new: Layout) -> tuple[str, bool]:
-    """What another layout of the same family calls a model's tensor; and whether it is turned.
+    """Return the name of a model's tensor in another layout of the same family, and if it is
+    transposed.
 
     >>> from headwise.weights.layout_table import LAYOUTS
     >>> renamed("model.layers.3.mlp.up_proj.weight", LAYOUTS["llama"], LAYOUTS["llama_meta"])
     ('layers.3.feed_forward.w3.weight', False)
     """
     for role in old.model.keys() & new.model.keys():
-        (template, before), (wanted, after) = old.model[role], new.model[role]
+        (template, before), (conversion, after) = old.model[role], new.model[role]
         pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)")
         match = re.fullmatch(pattern.replace(r"\{any\}", "(?P<any>.*)"), name)
         if match:
-            return wanted.format(**match.groupdict()), before != after
+            return conversion.format(**match.groupdict()), before != after
     return name, False

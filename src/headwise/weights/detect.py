@@ -1,4 +1,4 @@
-"""Where attention is stored in a state, and in which layout."""
+"""Find attention layers in a state, and their layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._text import and_more
 from .layout_table import LAYOUTS
-from .layout_types import Form, Layout
+from .layout_types import LayerForm, Layout
 from .packing import axes_of
 
 Shape = tuple[int, ...]
@@ -24,7 +24,7 @@ BESIDE = tuple(start for layout in LAYOUTS.values() for start in layout.beside)
 
 
 def detect_layout(state: Mapping[str, Any]) -> str:
-    """The name of the layout in which a layer's or a model's attention is stored.
+    """Return the name of the layout in which a layer's or a model's attention is stored.
 
     Args:
         state: names to tensors, arrays or nested lists.
@@ -43,7 +43,7 @@ def detect_layout(state: Mapping[str, Any]) -> str:
 
 
 def detect_shapes(shapes: Mapping[str, Shape], meant: str | None = None) -> str:
-    """As `detect_layout`, from names and shapes alone.
+    """Detect the layout from names and shapes alone.
 
     Of two layouts that have the same, it is the one that is `meant`, if somebody else can tell.
     """
@@ -84,9 +84,9 @@ def detect_shapes(shapes: Mapping[str, Shape], meant: str | None = None) -> str:
 
 
 def _told_apart(
-    layout: Layout, layers: Iterable[Layer], shapes: Mapping[str, Shape], meant: str | None
+    layout: Layout, layers: Iterable[LayerTensors], shapes: Mapping[str, Shape], meant: str | None
 ) -> str:
-    """Which of two layouts of the same names it is: this one, or its twin.
+    """Return the one of two layouts with the same names that it is: this one, or its twin.
 
     Raises:
         ValueError: it may be either, and they mean different things.
@@ -112,8 +112,8 @@ def _told_apart(
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Where one attention layer's tensors are in a state.
+class LayerTensors:
+    """The tensors of one attention layer in a state.
 
     Attributes:
         prefix: what its names begin with; empty where the state is one layer's.
@@ -127,7 +127,7 @@ class Layer:
 
     layout: Layout
     prefix: str
-    form: Form
+    form: LayerForm
     where: Mapping[str, tuple[str, ...]]
     names: frozenset[str]
     first: str
@@ -135,14 +135,14 @@ class Layer:
 
     @property
     def partial(self) -> str | None:
-        """Which models have its names, and those beside it, and may rotate a part of each head."""
+        """Models that have its names and those beside it, and may rotate a part of each head."""
         return next(
-            (whose for name, whose in self.layout.partial.items() if name in self.near), None
+            (models for name, models in self.layout.partial.items() if name in self.near), None
         )
 
 
-def find_layers(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> list[Layer]:
-    """Every attention layer of a layout in a state.
+def find_layers(layout: Layout, shapes: Mapping[str, Shape], call: str) -> list[LayerTensors]:
+    """Find every attention layer of a layout in a state.
 
     Raises:
         ValueError: there is none, or one has missing names, names that do not belong to it, or
@@ -153,47 +153,47 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> list
         for name, (parts, _) in form.tensors.items():
             if parts.endswith(".weight") and not parts.startswith("out") and "norm" not in parts:
                 pattern = named_as(name)
-                found = (pattern.fullmatch(other) for other in shapes)
-                prefixes |= {match["prefix"]: None for match in found if match}
-                _refuse_adapters(layout, pattern, shapes, asked)
+                matches = (pattern.fullmatch(other) for other in shapes)
+                prefixes |= {match["prefix"]: None for match in matches if match}
+                _refuse_adapters(layout, pattern, shapes, call)
     if not prefixes:
-        wanted = [name for name in layout.forms[0].tensors if name.endswith(("weight", "kernel"))]
+        expected = [name for name in layout.forms[0].tensors if name.endswith(("weight", "kernel"))]
         raise ValueError(
-            f"{asked}: no layer of layout {layout.name!r}: the names are {_some(shapes)}, and it "
-            f"has {_some(wanted or layout.forms[0].tensors)}{_looks_like(layout, shapes, asked)}"
+            f"{call}: no layer of layout {layout.name!r}: the names are {_some(shapes)}, and it "
+            f"has {_some(expected or layout.forms[0].tensors)}{_looks_like(layout, shapes, call)}"
         )
-    return [_layer(layout, prefix, shapes, asked) for prefix in prefixes]
+    return [_layer(layout, prefix, shapes, call) for prefix in prefixes]
 
 
 def _refuse_adapters(
-    layout: Layout, pattern: re.Pattern[str], shapes: Mapping[str, Shape], asked: str
+    layout: Layout, pattern: re.Pattern[str], shapes: Mapping[str, Shape], call: str
 ) -> None:
     """Raise ValueError for a projection in an adapter of PEFT's, whose other part is beside it."""
     for name in shapes:
         bare = name.replace(".base_layer.", ".")
         if bare != name and pattern.fullmatch(bare):
             raise ValueError(
-                f"{asked}: {name} is only a part of layout {layout.name!r}'s projection: it has an "
+                f"{call}: {name} is only a part of layout {layout.name!r}'s projection: it has an "
                 f"adapter; merge that first (PEFT's merge_and_unload())"
             )
 
 
-def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], asked: str) -> Layer:
-    """The layer at a prefix: in the form that fits its names best."""
-    mine = {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
-    attempts = [_match(form, mine) for form in layout.forms]
+def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) -> LayerTensors:
+    """Return the layer at a prefix, in the form that fits its names best."""
+    names_here = {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
+    attempts = [_match(form, names_here) for form in layout.forms]
     form, where, missing = min(attempts, key=lambda attempt: len(attempt[2]) - len(attempt[1]))
     at = f" under {prefix!r}" if prefix else ""
     if missing:
-        hint = _looks_like(layout, shapes, asked)
+        hint = _looks_like(layout, shapes, call)
         raise ValueError(
-            f"{asked}: layout {layout.name!r} misses {_some(missing)}{at}; there are "
-            f"{_some(mine)}{hint}"
+            f"{call}: layout {layout.name!r} misses {_some(missing)}{at}; there are "
+            f"{_some(names_here)}{hint}"
         )
     names = {name for group in where.values() for name in group}
     masks = [named_as(mask) for mask in layout.masks]
     extra = []
-    for short, name in mine.items():
+    for short, name in names_here.items():
         if any((match := mask.fullmatch(short)) and not match["prefix"] for mask in masks):
             names.add(name)
         elif name not in names and not short.startswith(BESIDE):
@@ -203,52 +203,50 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], asked: str)
             "; a bias of only some of q, k and v does not say whose it is: "
             "build the layer with all three"
             if any(name.endswith("some_bias") for name in extra)
-            else _looks_like(layout, shapes, asked)
+            else _looks_like(layout, shapes, call)
         )
-        raise ValueError(f"{asked}: layout {layout.name!r} has no place for {_some(extra)}{reason}")
+        raise ValueError(f"{call}: layout {layout.name!r} has no place for {_some(extra)}{reason}")
     for name, group in where.items():
         if "{n}" in name and (gap := _gap(name, prefix, group)):
-            raise ValueError(
-                f"{asked}: layout {layout.name!r} numbers its heads from 0; here {gap}"
-            )
+            raise ValueError(f"{call}: layout {layout.name!r} numbers its heads from 0; here {gap}")
     beside = "".join(prefix.rstrip("./").rpartition(".")[:2])
     for name, why in layout.other_norms.items():
         if "q_norm.weight" in where and beside + name in shapes:
             raise ValueError(
-                f"{asked}: the norms of q and k{at} are not those of layout {layout.name!r}: {why}"
+                f"{call}: the norms of q and k{at} are not those of layout {layout.name!r}: {why}"
             )
     near = {name for name in layout.partial if not name or beside + name in shapes}
     first = next(name for name in shapes if name in names)
-    layer = Layer(layout, prefix, form, where, frozenset(names), first, frozenset(near))
-    _agree(layer, shapes, asked)
+    layer = LayerTensors(layout, prefix, form, where, frozenset(names), first, frozenset(near))
+    _agree(layer, shapes, call)
     return layer
 
 
 def _match(
-    form: Form, mine: Mapping[str, str]
-) -> tuple[Form, dict[str, tuple[str, ...]], list[str]]:
-    """Which of the state's names are the form's tensors, and which of those are missing."""
+    form: LayerForm, names_here: Mapping[str, str]
+) -> tuple[LayerForm, dict[str, tuple[str, ...]], list[str]]:
+    """Match the state's names to the form's tensors; return those that are missing too."""
     where: dict[str, tuple[str, ...]] = {}
     for name in form.tensors:
-        pattern, found = named_as(name), []
-        for short, full in mine.items():
+        pattern, matches = named_as(name), []
+        for short, full in names_here.items():
             match = pattern.fullmatch(short)
             if match and not match["prefix"]:
-                found.append((int(match["n"]) if "{n}" in name else 0, full))
-        if found:
-            where[name] = tuple(full for _, full in sorted(found))
+                matches.append((int(match["n"]) if "{n}" in name else 0, full))
+        if matches:
+            where[name] = tuple(full for _, full in sorted(matches))
     heads = max((len(group) for group in where.values()), default=1)
     missing = []
     for name in form.tensors:
         optional = [group for group in form.optional if name in group]
-        wanted = not optional or any(other in where for other in optional[0])
-        if wanted and len(where.get(name, ())) < (heads if "{n}" in name else 1):
+        expected = not optional or any(other in where for other in optional[0])
+        if expected and len(where.get(name, ())) < (heads if "{n}" in name else 1):
             missing.append(name)
     return form, where, missing
 
 
 def _gap(name: str, prefix: str, group: tuple[str, ...]) -> str | None:
-    """What is wrong with the numbers of heads that have tensors of their own, in words."""
+    """Describe a gap in the numbers of heads that have tensors of their own."""
     numbers = [int(named_as(name).fullmatch(full.removeprefix(prefix))["n"]) for full in group]  # type: ignore[index]
     if numbers == list(range(len(numbers))):
         return None
@@ -257,15 +255,16 @@ def _gap(name: str, prefix: str, group: tuple[str, ...]) -> str | None:
 
 @cache
 def named_as(name: str) -> re.Pattern[str]:
-    """A pattern of the names that a form's tensor has in states; `.` and `/` both part names."""
+    """Return a pattern of the names that a form's tensor has in states; `.` and `/` both separate
+    names."""
     text = (
         re.escape(name).replace(r"\{n\}", r"(?P<n>\d+)").replace("/", r"\.").replace(r"\.", "[./]")
     )
     return re.compile(rf"(?P<prefix>(?:.*[./])?){text}")
 
 
-def _agree(layer: Layer, shapes: Mapping[str, Shape], asked: str) -> None:
-    """Axes that mean the same have the same length, whatever the head count is."""
+def _agree(layer: LayerTensors, shapes: Mapping[str, Shape], call: str) -> None:
+    """Raise ValueError if axes with the same meaning have different lengths."""
     lengths: dict[tuple[str, ...], tuple[int, str]] = {}
     for name, (parts, pattern) in layer.form.tensors.items():
         if name not in layer.where:
@@ -275,7 +274,7 @@ def _agree(layer: Layer, shapes: Mapping[str, Shape], asked: str) -> None:
             shape = shapes[full]
             if len(shape) != len(axes):
                 raise ValueError(
-                    f"{asked}: {full} has shape {list(shape)}, and layout {layer.layout.name!r} "
+                    f"{call}: {full} has shape {list(shape)}, and layout {layer.layout.name!r} "
                     f"has {len(axes)} axes there, {pattern}"
                 )
             for axis, length in zip(axes, shape, strict=True):
@@ -283,7 +282,7 @@ def _agree(layer: Layer, shapes: Mapping[str, Shape], asked: str) -> None:
                 known, other = lengths.setdefault((part, *axis), (length, full))
                 if known != length:
                     raise ValueError(
-                        f"{asked}: {full} {list(shape)} and {other} {list(shapes[other])} do not "
+                        f"{call}: {full} {list(shape)} and {other} {list(shapes[other])} do not "
                         f"fit together in layout {layer.layout.name!r}"
                     )
 
@@ -300,43 +299,44 @@ def check_state(state: object, function: str) -> None:
             raise ValueError(f"{function}(…): {name!r} is no name of a tensor; names are text")
 
 
-def tensor_of(name: str, value: Any, asked: str) -> Tensor:
-    """A tensor from what a state may hold; a copy unless it is one already."""
+def tensor_of(name: str, value: Any, call: str) -> Tensor:
+    """Return a value of a state as a tensor; a copy unless it is one already."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise ValueError(f"{asked}: {name} is {value.layout}; only dense tensors are converted")
+            raise ValueError(f"{call}: {name} is {value.layout}; only dense tensors are converted")
         return value
     if isinstance(value, list | tuple):
         try:
             return torch.tensor(_numbers(value), dtype=torch.float64)
         except (TypeError, ValueError):
-            raise ValueError(f"{asked}: {name} is no matrix of numbers") from None
+            raise ValueError(f"{call}: {name} is no matrix of numbers") from None
     if hasattr(value, "__array__"):
         array = np.array(value)
         if array.dtype.name == "bfloat16":  # which NumPy itself does not know
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    raise ValueError(f"{asked}: {name} is a {type(value).__name__}, and no tensor or array")
+    raise ValueError(f"{call}: {name} is a {type(value).__name__}, and no tensor or array")
 
 
 def _numbers(value: Any) -> Any:
-    """Nested lists of plain numbers; what has `data`, as a scalar autograd's values, gives that."""
+    """Return nested lists of plain numbers; a value with `data`, such as a scalar autograd's, gives
+    that."""
     if isinstance(value, list | tuple):
         return [_numbers(item) for item in value]
     return float(getattr(value, "data", value))
 
 
 def _some(names: Iterable[str]) -> str:
-    """A few of many names."""
+    """Return the first of many names."""
     return and_more(list(names), 6) or "none"
 
 
-def _looks_like(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> str:
-    """A hint at another layout; empty where there is none, and while detecting."""
-    if not asked:
+def _looks_like(layout: Layout, shapes: Mapping[str, Shape], call: str) -> str:
+    """Return a hint at another layout; empty if there is none, and while detecting."""
+    if not call:
         return ""
     try:
-        found = detect_shapes(shapes)
+        matches = detect_shapes(shapes)
     except ValueError:
         return ""
-    return f"; it looks like {found!r}" if found != layout.name else ""
+    return f"; it looks like {matches!r}" if matches != layout.name else ""

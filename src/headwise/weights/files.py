@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from .._io import holds_files, only_writer, place_for, write_whole
-from .convert import Wanted, converted
+from .convert import Conversion, converted
 from .detect import detect_shapes, find_layers
-from .hf_folder import CONFIG, INDEX, WEIGHTS, weight_files
+from .folders import CONFIG, INDEX, WEIGHTS, check_values, weight_files
 from .layout_table import LAYOUTS
 from .model_config import ModelConfig
-from .safetensors_file import checked
 
 # What safetensors calls PyTorch's dtypes.
 _DTYPES = {
@@ -50,7 +49,7 @@ Report = Callable[[float], object]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done.
+    """The result of a conversion.
 
     Attributes:
         source: the layout it was in.
@@ -70,7 +69,7 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _PlannedTensor:
     """One tensor that will be written."""
 
     name: str
@@ -97,7 +96,7 @@ def convert_file(
     overwrite: bool = False,
     report: Report = lambda share: None,
 ) -> Converted:
-    """Converts the attention layers of a safetensors file, or of a folder of shards.
+    """Convert the attention layers of a safetensors file, or of a folder of shards.
 
     Args:
         source_path: a `.safetensors` file, or a folder with `model.safetensors` or with shards
@@ -130,23 +129,23 @@ def convert_file(
         if source is None:
             source = detect_shapes(tensors.shapes, config.layout)
         heads, kv_heads = num_heads or config.num_heads, num_kv_heads or config.num_kv_heads
-        wanted = Wanted(source, target, heads, kv_heads, bias, rotary_dim, qk_norm_eps)
-        wanted = _as_configured(wanted, config)
-        layers = find_layers(wanted.old, tensors.shapes, str(wanted))
-        if config.other_norms and wanted.new.holds("q_norm.weight"):
-            raise ValueError(f"{wanted}: by {CONFIG} the norms of q and k {config.other_norms}")
+        conversion = Conversion(source, target, heads, kv_heads, bias, rotary_dim, qk_norm_eps)
+        conversion = _as_configured(conversion, config)
+        layers = find_layers(conversion.old, tensors.shapes, str(conversion))
+        if config.other_norms and conversion.new.holds("q_norm.weight"):
+            raise ValueError(f"{conversion}: by {CONFIG} the norms of q and k {config.other_norms}")
         tensors.weights = {name for layer in layers for name in layer.names}
-        stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
+        stream = partial(converted, tensors.shapes, tensors.read, layers, conversion)
         done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}
         plan = []
         for origin, name, tensor in stream():
-            plan.append(_Made(name, tuple(tensor.shape), tensor.dtype))
+            plan.append(_PlannedTensor(name, tuple(tensor.shape), tensor.dtype))
             report(done[origin] / 2)
-        _check_plan(plan, str(wanted))
+        _check_plan(plan, str(conversion))
         flow = stream()
 
-        def following(made: list[_Made]) -> Iterator[Tensor]:
-            for one, (origin, name, tensor) in zip(made, flow, strict=False):
+        def following(planned: list[_PlannedTensor]) -> Iterator[Tensor]:
+            for one, (origin, name, tensor) in zip(planned, flow, strict=False):
                 assert name == one.name
                 report(0.5 + done[origin] / 2)
                 yield tensor
@@ -156,12 +155,12 @@ def convert_file(
         else:
             folder, parts = target_path, _shards(plan, shard_bytes)
         writers: dict[str, Callable[[Path], object]] = {
-            name: partial(_write, made=made, tensors=following, metadata=tensors.metadata)
-            for name, made in parts.items()
+            name: partial(_write, planned=planned, tensors=following, metadata=tensors.metadata)
+            for name, planned in parts.items()
         }
-        total = sum(made.bytes for made in plan)
+        total = sum(planned.bytes for planned in plan)
         if len(parts) > 1:
-            places = {made.name: name for name, part in parts.items() for made in part}
+            places = {planned.name: name for name, part in parts.items() for planned in part}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             writers[INDEX] = lambda path: path.write_text(json.dumps(index, indent=2) + "\n")
         write_whole(folder, writers, replace=overwrite)
@@ -204,7 +203,7 @@ class _Stored:
             tensor = self._files[name].get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{self.path}: {name} cannot be read: {error}") from None
-        return checked(tensor, f"{self.path}: {name}") if name in self.weights else tensor
+        return check_values(tensor, f"{self.path}: {name}") if name in self.weights else tensor
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -217,41 +216,41 @@ def _files_of(path: Path) -> list[Path]:
     return weight_files(path)
 
 
-def _as_configured(wanted: Wanted, config: ModelConfig) -> Wanted:
-    """What is wanted, with the rotation and the eps that the config beside the weights tells.
+def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
+    """Add the rotation and the eps of the config beside the weights to a conversion.
 
     Raises:
         ValueError: it tells another source, or a rotation that differs from layer to layer.
     """
     twin = None if config.layout is None else LAYOUTS[config.layout].twin
-    if twin is not None and wanted.source == twin[0]:
+    if twin is not None and conversion.source == twin[0]:
         raise ValueError(
-            f"{wanted}: {CONFIG} says that the model is of layout {config.layout!r}, whose names "
-            f"and shapes are those of {wanted.source!r}; leave the source (--from) out"
+            f"{conversion}: {CONFIG} says that the model is of layout {config.layout!r}, whose "
+            f"names and shapes are those of {conversion.source!r}; leave the source (--from) out"
         )
-    without_eps = wanted.old.holds("q_norm.weight") and not wanted.old.holds("q_norm.eps")
-    if without_eps and wanted.qk_norm_eps is None:
-        wanted = replace(wanted, qk_norm_eps=config.qk_norm_eps)
-    if wanted.rotary_dim is not None:
-        return wanted
-    if wanted.moves and len(config.rotary_shares) > 1:
+    without_eps = conversion.old.holds("q_norm.weight") and not conversion.old.holds("q_norm.eps")
+    if without_eps and conversion.qk_norm_eps is None:
+        conversion = replace(conversion, qk_norm_eps=config.qk_norm_eps)
+    if conversion.rotary_dim is not None:
+        return conversion
+    if conversion.moves and len(config.rotary_shares) > 1:
         shares = ", ".join(f"{share:g}" for share in sorted(config.rotary_shares))
         raise ValueError(
-            f"{wanted}: the rotated features of a head go to other places, and by {CONFIG} layers "
-            f"rotate different shares of a head ({shares}), which are not told apart here"
+            f"{conversion}: the rotated features of a head go to other places, and by {CONFIG} "
+            f"layers rotate different shares of a head ({shares}), which are not told apart here"
         )
     share = next(iter(config.rotary_shares), None)
-    return replace(wanted, rotary_dim=config.rotary_dim, rotary_share=share)
+    return replace(conversion, rotary_dim=config.rotary_dim, rotary_share=share)
 
 
-def _check_plan(plan: list[_Made], asked: str) -> None:
-    seen = set()
-    for made in plan:
-        if made.name in seen:
-            raise ValueError(f"{asked}: the state holds {made.name!r} already")
-        if made.dtype not in _DTYPES:
-            raise ValueError(f"{asked}: {made.name} is {made.dtype}, which cannot be written")
-        seen.add(made.name)
+def _check_plan(plan: list[_PlannedTensor], call: str) -> None:
+    names = set()
+    for planned in plan:
+        if planned.name in names:
+            raise ValueError(f"{call}: the state holds {planned.name!r} already")
+        if planned.dtype not in _DTYPES:
+            raise ValueError(f"{call}: {planned.name} is {planned.dtype}, which cannot be written")
+        names.add(planned.name)
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
@@ -269,16 +268,16 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise ValueError(f"{target}: is a file; name a folder, or a file ending in .safetensors")
 
 
-def _shards(plan: list[_Made], limit: int) -> dict[str, list[_Made]]:
-    """The tensors of each file, in order, under Hugging Face's names."""
-    parts: list[list[_Made]] = [[]]
+def _shards(plan: list[_PlannedTensor], limit: int) -> dict[str, list[_PlannedTensor]]:
+    """Return the tensors of each file, in order, under Hugging Face's names."""
+    parts: list[list[_PlannedTensor]] = [[]]
     size = 0
-    for made in plan:
-        if parts[-1] and size + made.bytes > limit:
+    for planned in plan:
+        if parts[-1] and size + planned.bytes > limit:
             parts.append([])
             size = 0
-        parts[-1].append(made)
-        size += made.bytes
+        parts[-1].append(planned)
+        size += planned.bytes
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
     return {
@@ -290,17 +289,17 @@ def _shards(plan: list[_Made], limit: int) -> dict[str, list[_Made]]:
 def _write(
     path: Path,
     *,
-    made: list[_Made],
-    tensors: Callable[[list[_Made]], Iterator[Tensor]],
+    planned: list[_PlannedTensor],
+    tensors: Callable[[list[_PlannedTensor]], Iterator[Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """One safetensors file, a tensor at a time; the library's own writer wants all at once.
+    """Write one safetensors file, a tensor at a time; the library's own writer needs all at once.
 
     The format: the header's length as eight bytes, the header as JSON, the tensors' bytes.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
-    for one in made:
+    for one in planned:
         end = start + one.bytes
         header[one.name] = {
             "dtype": _DTYPES[one.dtype],
@@ -313,7 +312,7 @@ def _write(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in tensors(made):
+        for tensor in tensors(planned):
             _write_bytes(file, tensor)
 
 

@@ -21,30 +21,30 @@ from collections.abc import Mapping
 
 from .layout_types import (
     ADDING_ONE,
+    EQUAL_HEADS,
+    EQUAL_HEADS_OR_ONE,
     FREE_HEADS,
+    HEADS_AS_WIDE_AS_INPUT,
+    HEADS_FILL_WIDTH,
+    KEEPS_WIDTH,
     NORMED_VALUES,
-    Form,
+    ONE_CONTEXT,
+    ONE_INPUT,
+    OUT_AS_WIDE_AS_HEADS,
+    VALUES_AS_WIDE,
+    LayerForm,
     Layout,
     Tensors,
-    equal_heads,
-    equal_heads_or_one,
-    heads_as_wide_as_input,
-    heads_fill_width,
-    keeps_width,
-    one_context,
-    one_input,
-    out_as_wide_as_heads,
-    values_as_wide,
 )
 
 
 def _output(name: str) -> Tensors:
-    """An `nn.Linear` for the output."""
+    """Return an `nn.Linear` for the output."""
     return {f"{name}.weight": ("out.weight", "o (n d)"), f"{name}.bias": ("out.bias", "o")}
 
 
 def _linears(q: str, k: str, v: str, out: str | None = None, *, bias: bool = True) -> Tensors:
-    """Four `nn.Linear`, or three: weights `[rows, inputs]` and biases."""
+    """Return four `nn.Linear`, or three: weights `[rows, inputs]` and biases."""
     names = {"q": q, "k": k, "v": v}
     tensors = {f"{name}.weight": (f"{part}.weight", "(n d) i") for part, name in names.items()}
     tensors |= {f"{name}.bias": (f"{part}.bias", "(n d)") for part, name in names.items()}
@@ -53,7 +53,7 @@ def _linears(q: str, k: str, v: str, out: str | None = None, *, bias: bool = Tru
 
 
 def _packed(qkv: str, out: str, order: str = "p n d") -> Tensors:
-    """One `nn.Linear` for q, k and v, and one for the output."""
+    """Return one `nn.Linear` for q, k and v, and one for the output."""
     return {
         f"{qkv}.weight": ("qkv.weight", f"({order}) i"),
         f"{qkv}.bias": ("qkv.bias", f"({order})"),
@@ -62,7 +62,7 @@ def _packed(qkv: str, out: str, order: str = "p n d") -> Tensors:
 
 
 def _heads_apart(mark: str, out: str) -> Tensors:
-    """Tensors with an axis for the heads; `mark` parts the names of a layer and of its tensors."""
+    """Return tensors with an axis for the heads; `mark` separates the names of layer and tensor."""
     layers = {"query": "q", "key": "k", "value": "v"}
     return {
         **{f"{name}{mark}kernel": (f"{part}.weight", "i n d") for name, part in layers.items()},
@@ -116,7 +116,7 @@ _ROWS = (
         "microgpt",
         "pure Python: lists of rows, one matrix each, no biases",
         (
-            Form(
+            LayerForm(
                 {f"attn_w{part}": (f"{part}.weight", "(n d) i") for part in "qkv"}
                 | {"attn_wo": ("out.weight", "o (n d)")}
             ),
@@ -128,9 +128,9 @@ _ROWS = (
         "per_head",
         "CausalAttention modules, one a head, joined without an output projection",
         (
-            Form(
+            LayerForm(
                 _linears(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
-                rules=(equal_heads, values_as_wide, one_input, out_as_wide_as_heads),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, OUT_AS_WIDE_AS_HEADS),
                 optional=(
                     _biases(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
                 ),
@@ -142,14 +142,14 @@ _ROWS = (
         "notebook",
         "raw matrices, one set a head and as wide as the input, no output projection",
         (
-            Form(
+            LayerForm(
                 {f"heads.{{n}}.W_{part}": (f"{part}.weight", "i d") for part in "qkv"},
                 rules=(
-                    equal_heads,
-                    values_as_wide,
-                    one_input,
-                    heads_as_wide_as_input,
-                    out_as_wide_as_heads,
+                    EQUAL_HEADS,
+                    VALUES_AS_WIDE,
+                    ONE_INPUT,
+                    HEADS_AS_WIDE_AS_INPUT,
+                    OUT_AS_WIDE_AS_HEADS,
                 ),
             ),
         ),
@@ -159,9 +159,9 @@ _ROWS = (
         "split",
         "MultiHeadAttn: three Linears whose rows are split into heads, and out_proj",
         (
-            Form(
+            LayerForm(
                 _linears("W_query", "W_key", "W_value", "out_proj"),
-                rules=(equal_heads, values_as_wide, one_input, out_as_wide_as_heads),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, OUT_AS_WIDE_AS_HEADS),
                 optional=(_biases("W_query", "W_key", "W_value"),),
             ),
         ),
@@ -171,9 +171,9 @@ _ROWS = (
         "functional",
         "MultiHead: W_q, W_k, W_v and W_o as in the paper, with widths d_k and d_v",
         (
-            Form(
+            LayerForm(
                 _linears("W_q", "W_k", "W_v", "W_o"),
-                rules=(equal_heads, one_input, keeps_width),
+                rules=(EQUAL_HEADS, ONE_INPUT, KEEPS_WIDTH),
                 optional=(_biases("W_q", "W_k", "W_v", "W_o"),),
             ),
         ),
@@ -182,12 +182,12 @@ _ROWS = (
         "headwise",
         "headwise.MultiHeadAttention: one Linear for q|k|v; q and k|v where the context is wider",
         (
-            Form(
+            LayerForm(
                 _packed("qkv", "out") | _NORMS | _EPS,
-                rules=(values_as_wide, one_input),
+                rules=(VALUES_AS_WIDE, ONE_INPUT),
                 optional=(("qkv.bias",), ("out.bias",), tuple(_NORMS), tuple(_EPS)),
             ),
-            Form(
+            LayerForm(
                 {
                     "q.weight": ("q.weight", "(n d) i"),
                     "q.bias": ("q.bias", "(n d)"),
@@ -197,7 +197,7 @@ _ROWS = (
                     **_NORMS,
                     **_EPS,
                 },
-                rules=(values_as_wide, one_context),
+                rules=(VALUES_AS_WIDE, ONE_CONTEXT),
                 optional=(("q.bias",), ("kv.bias",), ("out.bias",), tuple(_NORMS), tuple(_EPS)),
             ),
         ),
@@ -207,7 +207,7 @@ _ROWS = (
         "torch",
         "nn.MultiheadAttention: in_proj_weight, or three matrices where kdim or vdim differ",
         (
-            Form(
+            LayerForm(
                 {
                     "in_proj_weight": ("qkv.weight", "(p n d) i"),
                     "in_proj_bias": ("qkv.bias", "(p n d)"),
@@ -215,13 +215,13 @@ _ROWS = (
                 },
                 optional=(("in_proj_bias", "out_proj.bias"),),
             ),
-            Form(
+            LayerForm(
                 {
                     **{f"{part}_proj_weight": (f"{part}.weight", "(n d) i") for part in "qkv"},
                     "in_proj_bias": ("qkv.bias", "(p n d)"),
                     **_output("out_proj"),
                 },
-                rules=(equal_heads, values_as_wide, heads_fill_width, keeps_width),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, HEADS_FILL_WIDTH, KEEPS_WIDTH),
                 optional=(("in_proj_bias", "out_proj.bias"),),
             ),
         ),
@@ -231,7 +231,7 @@ _ROWS = (
         "gpt2",
         "Hugging Face's GPT-2: Conv1D, q|k|v in one matrix",
         (
-            Form(
+            LayerForm(
                 {
                     "c_attn.weight": ("qkv.weight", "i (p n d)"),
                     "c_attn.bias": ("qkv.bias", "(p n d)"),
@@ -239,7 +239,7 @@ _ROWS = (
                     "c_proj.bias": ("out.bias", "o"),
                 }
             ),
-            Form(
+            LayerForm(
                 {
                     "q_attn.weight": ("q.weight", "i (n d)"),
                     "q_attn.bias": ("q.bias", "(n d)"),
@@ -258,7 +258,7 @@ _ROWS = (
     Layout(
         "nanogpt",
         "GPT-2's names on nn.Linear; biases may be off",
-        (Form(_packed("c_attn", "c_proj"), optional=(_biases("c_attn", "c_proj"),)),),
+        (LayerForm(_packed("c_attn", "c_proj"), optional=(_biases("c_attn", "c_proj"),)),),
         masks=("bias",),
         home="attn",
         model=_NANOGPT_MODEL,
@@ -267,14 +267,14 @@ _ROWS = (
         "gpt_bigcode",
         "Hugging Face's GPTBigCode: nanoGPT's names, one key/value head or q, k, v head by head",
         (
-            Form(
+            LayerForm(
                 _packed("c_attn", "c_proj", "n p d"),
                 rules=(
-                    equal_heads_or_one,
-                    values_as_wide,
-                    one_input,
-                    heads_fill_width,
-                    keeps_width,
+                    EQUAL_HEADS_OR_ONE,
+                    VALUES_AS_WIDE,
+                    ONE_INPUT,
+                    HEADS_FILL_WIDTH,
+                    KEEPS_WIDTH,
                 ),
             ),
         ),
@@ -285,7 +285,7 @@ _ROWS = (
     Layout(
         "bert",
         "Hugging Face's BERT and its kin: query, key, value and output.dense",
-        (Form(_linears("self.query", "self.key", "self.value", "output.dense")),),
+        (LayerForm(_linears("self.query", "self.key", "self.value", "output.dense")),),
         beside=("output.LayerNorm.",),
         home="attention",
     ),
@@ -293,7 +293,7 @@ _ROWS = (
         "llama",
         "Hugging Face's Llama, Mistral, Gemma: q_proj … o_proj, grouped heads, halves rotated",
         (
-            Form(
+            LayerForm(
                 _linears("q_proj", "k_proj", "v_proj", "o_proj"),
                 rules=FREE_HEADS,
                 optional=(_biases("q_proj", "k_proj", "v_proj", "o_proj"),),
@@ -309,7 +309,7 @@ _ROWS = (
         "llama_meta",
         "Meta's Llama: wq, wk, wv and wo, neighbouring features rotated",
         (
-            Form(
+            LayerForm(
                 {f"w{part}.weight": (f"{part}.weight", "(n d) i") for part in "qkv"}
                 | {"wo.weight": ("out.weight", "o (n d)")},
                 rules=FREE_HEADS,
@@ -324,7 +324,7 @@ _ROWS = (
         "qwen",
         "Qwen 2 (biases of q, k and v) and Qwen 3 (norms of q and k); else as llama",
         (
-            Form(
+            LayerForm(
                 _linears("q_proj", "k_proj", "v_proj")
                 | {"o_proj.weight": ("out.weight", "o (n d)")}
                 | _NORMS,
@@ -347,11 +347,11 @@ _ROWS = (
         "vit",
         "Hugging Face's ViT: q_proj … o_proj with biases; older checkpoints have BERT's names",
         (
-            Form(
+            LayerForm(
                 _linears("q_proj", "k_proj", "v_proj", "o_proj"),
                 optional=(_biases("q_proj", "k_proj", "v_proj"),),
             ),
-            Form(
+            LayerForm(
                 _linears("attention.query", "attention.key", "attention.value", "output.dense"),
                 optional=(_biases("attention.query", "attention.key", "attention.value"),),
             ),
@@ -362,9 +362,9 @@ _ROWS = (
         "timm",
         "timm's vision transformers: qkv and proj",
         (
-            Form(
+            LayerForm(
                 _packed("qkv", "proj"),
-                rules=(equal_heads, values_as_wide, one_input, keeps_width),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, KEEPS_WIDTH),
                 optional=(("qkv.bias",), ("proj.bias",)),
             ),
         ),
@@ -374,7 +374,7 @@ _ROWS = (
         "neox",
         "Hugging Face's GPT-NeoX and Pythia: q, k and v head by head",
         (
-            Form(
+            LayerForm(
                 _packed("query_key_value", "dense", "n p d"),
                 optional=(_biases("query_key_value", "dense"),),
             ),
@@ -388,7 +388,7 @@ _ROWS = (
         "internlm2",
         "InternLM 2: q, k and v group by group",
         (
-            Form(
+            LayerForm(
                 _packed("wqkv", "wo", "n p d"),
                 rules=FREE_HEADS,
                 optional=(_biases("wqkv", "wo"),),
@@ -402,7 +402,7 @@ _ROWS = (
         "keras",
         "Keras MultiHeadAttention and GroupQueryAttention: heads on an axis of their own",
         (
-            Form(
+            LayerForm(
                 _heads_apart("/", "attention_output"),
                 rules=(),
                 optional=(("query/bias", "key/bias", "value/bias", "attention_output/bias"),),
@@ -413,9 +413,9 @@ _ROWS = (
         "flax",
         "Flax's nnx.MultiHeadAttention: heads on an axis of their own",
         (
-            Form(
+            LayerForm(
                 _heads_apart(".", "out"),
-                rules=(values_as_wide, one_context),
+                rules=(VALUES_AS_WIDE, ONE_CONTEXT),
                 optional=(("query.bias", "key.bias", "value.bias", "out.bias"),),
             ),
         ),
@@ -425,9 +425,9 @@ _ROWS = (
         "x_transformers",
         "x-transformers: to_q, to_k, to_v and to_out without biases",
         (
-            Form(
+            LayerForm(
                 _linears("to_q", "to_k", "to_v", "to_out", bias=False),
-                rules=(one_context,),
+                rules=(ONE_CONTEXT,),
             ),
         ),
         turns=True,

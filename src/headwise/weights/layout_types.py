@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """The sizes of one attention layer's weights."""
 
     num_heads: int
@@ -19,90 +19,73 @@ class Sizes:
     value_width: int
     out_width: int
 
+    @property
+    def heads_width(self) -> int:
+        """The width of the values of all heads together."""
+        return self.num_heads * self.value_dim
+
     def heads_of(self, part: str) -> int:
-        """Heads of `q`, `k`, `v` or `out`."""
+        """Return the number of heads of `q`, `k`, `v` or `out`."""
         return self.num_kv_heads if part in ("k", "v") else self.num_heads
 
     def dim_of(self, part: str) -> int:
-        """Width of one head of `q`, `k`, `v` or `out`."""
+        """Return the width of one head of `q`, `k`, `v` or `out`."""
         return self.value_dim if part in ("v", "out") else self.head_dim
 
     def input_of(self, part: str) -> int:
-        """Width of what `q`, `k` or `v` is projected from."""
+        """Return the width of the input of the projection to `q`, `k` or `v`."""
         return {"q": self.embed_dim, "k": self.key_width, "v": self.value_width}[part]
 
 
-Rule = Callable[[Sizes], str | None]
-"""What a layout cannot hold of these sizes, in words; None where it can."""
+@dataclass(frozen=True)
+class SizeRule:
+    """A condition on the sizes of a layer, and a phrase for sizes that do not meet it."""
+
+    holds: Callable[[LayerSizes], bool]
+    phrase: str
+
+    def refusal(self, sizes: LayerSizes) -> str | None:
+        """Return the phrase with these sizes filled in; `None` if the condition holds."""
+        return None if self.holds(sizes) else self.phrase.format(s=sizes)
 
 
-def equal_heads(s: Sizes) -> str | None:
-    """As many key/value heads as query heads."""
-    if s.num_kv_heads == s.num_heads:
-        return None
-    return f"grouped heads (num_kv_heads={s.num_kv_heads} for num_heads={s.num_heads})"
+_GROUPED = "grouped heads (num_kv_heads={s.num_kv_heads} for num_heads={s.num_heads})"
 
+EQUAL_HEADS = SizeRule(lambda s: s.num_kv_heads == s.num_heads, _GROUPED)
+EQUAL_HEADS_OR_ONE = SizeRule(lambda s: s.num_kv_heads in (1, s.num_heads), _GROUPED)
+HEADS_FILL_WIDTH = SizeRule(
+    lambda s: s.num_heads * s.head_dim == s.embed_dim,
+    "{s.num_heads} heads of width {s.head_dim} on an input of width {s.embed_dim}",
+)
+HEADS_AS_WIDE_AS_INPUT = SizeRule(
+    lambda s: s.head_dim == s.embed_dim,
+    "heads of width {s.head_dim}, which is not the input's {s.embed_dim}",
+)
+VALUES_AS_WIDE = SizeRule(
+    lambda s: s.value_dim == s.head_dim,
+    "value heads of width {s.value_dim} beside keys of {s.head_dim}",
+)
+ONE_INPUT = SizeRule(
+    lambda s: s.embed_dim == s.key_width == s.value_width,
+    "inputs of several widths (q {s.embed_dim}, k {s.key_width}, v {s.value_width}), "
+    "as cross-attention may have",
+)
+ONE_CONTEXT = SizeRule(
+    lambda s: s.key_width == s.value_width,
+    "keys from an input of width {s.key_width} and values from one of {s.value_width}",
+)
+KEEPS_WIDTH = SizeRule(
+    lambda s: s.out_width == s.embed_dim,
+    "an output of width {s.out_width} for an input of width {s.embed_dim}",
+)
+OUT_AS_WIDE_AS_HEADS = SizeRule(
+    lambda s: s.out_width == s.heads_width,
+    "an output of width {s.out_width} from heads of {s.heads_width} together",
+)
 
-def equal_heads_or_one(s: Sizes) -> str | None:
-    """One key/value head, or as many as query heads."""
-    return None if s.num_kv_heads == 1 else equal_heads(s)
-
-
-def heads_fill_width(s: Sizes) -> str | None:
-    """The heads together are as wide as the input."""
-    if s.num_heads * s.head_dim == s.embed_dim:
-        return None
-    return f"{s.num_heads} heads of width {s.head_dim} on an input of width {s.embed_dim}"
-
-
-def heads_as_wide_as_input(s: Sizes) -> str | None:
-    """Every single head is as wide as the input."""
-    if s.head_dim == s.embed_dim:
-        return None
-    return f"heads of width {s.head_dim}, which is not the input's {s.embed_dim}"
-
-
-def values_as_wide(s: Sizes) -> str | None:
-    """Value heads have the width of query and key heads."""
-    if s.value_dim == s.head_dim:
-        return None
-    return f"value heads of width {s.value_dim} beside keys of {s.head_dim}"
-
-
-def one_input(s: Sizes) -> str | None:
-    """q, k and v read inputs of one width."""
-    if s.embed_dim == s.key_width == s.value_width:
-        return None
-    return (
-        f"inputs of several widths (q {s.embed_dim}, k {s.key_width}, v {s.value_width}), "
-        f"as cross-attention may have"
-    )
-
-
-def one_context(s: Sizes) -> str | None:
-    """k and v read inputs of one width."""
-    if s.key_width == s.value_width:
-        return None
-    return f"keys from an input of width {s.key_width} and values from one of {s.value_width}"
-
-
-def keeps_width(s: Sizes) -> str | None:
-    """The output is as wide as the input."""
-    if s.out_width == s.embed_dim:
-        return None
-    return f"an output of width {s.out_width} for an input of width {s.embed_dim}"
-
-
-def out_as_wide_as_heads(s: Sizes) -> str | None:
-    """The output is as wide as all heads together."""
-    if s.out_width == s.num_heads * s.value_dim:
-        return None
-    return f"an output of width {s.out_width} from heads of {s.num_heads * s.value_dim} together"
-
-
-PLAIN = (equal_heads, values_as_wide, one_input, heads_fill_width, keeps_width)
+PLAIN = (EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, HEADS_FILL_WIDTH, KEEPS_WIDTH)
 """The rules of an ordinary layer: one width everywhere, no grouped heads."""
-FREE_HEADS = (values_as_wide, one_input, keeps_width)
+FREE_HEADS = (VALUES_AS_WIDE, ONE_INPUT, KEEPS_WIDTH)
 """The rules of today's decoders: grouped heads, and heads of any width."""
 
 ADDING_ONE = (
@@ -123,7 +106,7 @@ Tensors = dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Form:
+class LayerForm:
     """The tensors of one attention layer: `name: (parts, pattern)`.
 
     `optional` are groups of names that are there all together or not at all. `rules` say which
@@ -132,7 +115,7 @@ class Form:
     """
 
     tensors: Tensors
-    rules: tuple[Rule, ...] = PLAIN
+    rules: tuple[SizeRule, ...] = PLAIN
     optional: tuple[tuple[str, ...], ...] = ()
     home: str | None = None
 
@@ -165,7 +148,7 @@ class Layout:
 
     name: str
     what: str
-    forms: tuple[Form, ...]
+    forms: tuple[LayerForm, ...]
     rope: str | None = None
     turns: bool = False
     masks: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the `config.json` beside a model's weights tells of its attention."""
+"""Attention options in the `config.json` beside a model's weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .hf_folder import CONFIG
+from .folders import CONFIG
 from .layout_types import ADDING_ONE, NORMED_VALUES, WITHOUT_WEIGHTS
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -47,7 +47,7 @@ _OTHER_NORMS = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a config says, as far as it does.
+    """The attention options of a config, as far as it has them.
 
     Attributes:
         num_heads, num_kv_heads: head counts.
@@ -68,49 +68,49 @@ class ModelConfig:
 
     @classmethod
     def beside(cls, weights: Path) -> ModelConfig:
-        """Read the config beside a file of weights or in a folder; nothing where there is none."""
+        """Read the config beside a file of weights or in a folder, if there is one."""
         path = (weights if weights.is_dir() else weights.parent) / CONFIG
         try:
-            said = json.loads(path.read_text()) if path.is_file() else None
+            config = json.loads(path.read_text()) if path.is_file() else None
         except (OSError, ValueError, RecursionError):
             return cls()
-        return cls.of(said) if isinstance(said, dict) else cls()
+        return cls.of(config) if isinstance(config, dict) else cls()
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> ModelConfig:
+    def of(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.
 
         >>> ModelConfig.of({"model_type": "gpt_neox", "rotary_pct": 0.25}).rotary_shares
         frozenset({0.25})
         """
-        kind = said.get("model_type")
+        kind = config.get("model_type")
         other = next((what for what, kinds in _OTHER_NORMS.items() if kind in kinds.split()), None)
-        turned = 0 if kind in _NEIGHBOURS else _first(said, ("rotary_dim",), int)
+        turned = 0 if kind in _NEIGHBOURS else _first(config, ("rotary_dim",), int)
         return cls(
-            _first(said, _HEADS, int),
-            _first(said, _KV_HEADS, int),
+            _first(config, _HEADS, int),
+            _first(config, _KV_HEADS, int),
             "gpt_bigcode" if kind == "gpt_bigcode" else None,
             turned,
-            frozenset() if turned is not None else _shares(said, kind),
-            _first(said, _EPS, float),
-            other if said.get("use_qk_norm") is not False else None,
+            frozenset() if turned is not None else _shares(config, kind),
+            _first(config, _EPS, float),
+            other if config.get("use_qk_norm") is not False else None,
         )
 
 
-def _shares(said: Mapping[str, Any], kind: object) -> frozenset[float]:
-    """The shares of a head that layers rotate, where a config or its kind tells."""
-    scaling = said.get("rope_parameters") or said.get("rope_scaling")
+def _shares(config: Mapping[str, Any], kind: object) -> frozenset[float]:
+    """Return the shares of a head that layers rotate, if a config or its kind gives them."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
     scaling = scaling if isinstance(scaling, Mapping) else {}
     each = [one for one in scaling.values() if isinstance(one, Mapping)] or [scaling]
-    whole = _first(said, _SHARES, float)
-    found = {_first(one, _SHARES, float) or whole for one in each}
-    if found == {None}:
+    whole = _first(config, _SHARES, float)
+    shares = {_first(one, _SHARES, float) or whole for one in each}
+    if shares == {None}:
         usual = _SHARE_OF.get(kind) if isinstance(kind, str) else None
         return frozenset() if usual is None else frozenset({usual})
-    return frozenset(1.0 if share is None else share for share in found)
+    return frozenset(1.0 if share is None else share for share in shares)
 
 
-def _first(said: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
-    """The first of these names that holds a number of that kind."""
+def _first(config: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
+    """Return the value of the first of these names that is a number of that kind."""
     kinds = (int, float) if kind is float else (int,)
-    return next((said[name] for name in names if type(said.get(name)) in kinds), None)
+    return next((config[name] for name in names if type(config.get(name)) in kinds), None)

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .layout_types import Form, Layout, Sizes
+from .layout_types import LayerForm, LayerSizes, Layout
 
 Parts = dict[str, Tensor]
 
@@ -29,9 +29,9 @@ def sizes_of(
     patterns: Mapping[str, tuple[str, str]],
     num_heads: int | None,
     num_kv_heads: int | None,
-    said: str,
-) -> Sizes:
-    """What shapes and head counts say together.
+    call: str,
+) -> LayerSizes:
+    """Return the sizes that shapes and head counts give together.
 
     Raises:
         ValueError: they contradict each other, or do not say enough.
@@ -49,17 +49,19 @@ def sizes_of(
         if of < 1 or rows % of:
             name = axes[key][1]
             raise ValueError(
-                f"{said}: {name} {list(tensors[name].shape)} does not fit {what}={of}: "
+                f"{call}: {name} {list(tensors[name].shape)} does not fit {what}={of}: "
                 f"{rows} rows are no multiple of it"
             )
         return rows // of
 
-    seen = length("q", "n")
-    if seen is not None and num_heads not in (None, seen):
-        raise ValueError(f"{said}: the weights have {seen} heads, and num_heads={num_heads}")
-    heads = num_heads if seen is None else seen
+    stored_heads = length("q", "n")
+    if stored_heads is not None and num_heads not in (None, stored_heads):
+        raise ValueError(
+            f"{call}: the weights have {stored_heads} heads, and num_heads={num_heads}"
+        )
+    heads = num_heads if stored_heads is None else stored_heads
     if heads is None:
-        raise ValueError(f"{said}: the shapes do not say how many heads there are; give num_heads")
+        raise ValueError(f"{call}: the shapes do not say how many heads there are; give num_heads")
 
     packed = next((key for key in axes if "p" in key), None)
     rows = {
@@ -69,7 +71,7 @@ def sizes_of(
     if rows["q"]:
         dim = (
             share(rows["q"], heads, ("q", "n", "d"), "num_heads")
-            if seen is None
+            if stored_heads is None
             else rows["q"] // heads
         )
     elif rows["out"]:
@@ -87,12 +89,12 @@ def sizes_of(
         value_dim = length("v", "d") or share(rows["v"], kv_heads, ("v", "n", "d"), "num_kv_heads")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"{said}: the shapes make {kv_heads} key/value heads of width {dim}, which "
+            f"{call}: the shapes make {kv_heads} key/value heads of width {dim}, which "
             f"num_heads={heads} cannot share"
         )
     if num_kv_heads not in (None, kv_heads):
         raise ValueError(
-            f"{said}: the shapes make {kv_heads} key/value heads of width {dim}, and "
+            f"{call}: the shapes make {kv_heads} key/value heads of width {dim}, and "
             f"num_kv_heads={num_kv_heads}"
         )
 
@@ -100,11 +102,13 @@ def sizes_of(
         return next(size for key, (size, _) in axes.items() if part in key[0] and key[1:] == ("i",))
 
     out_width = length("out", "o") or heads * value_dim
-    return Sizes(heads, kv_heads, dim, value_dim, inputs("q"), inputs("k"), inputs("v"), out_width)
+    return LayerSizes(
+        heads, kv_heads, dim, value_dim, inputs("q"), inputs("k"), inputs("v"), out_width
+    )
 
 
-def unpack(parts: str, pattern: str, tensor: Tensor, sizes: Sizes) -> Parts:
-    """The parts that one stored tensor holds."""
+def unpack(parts: str, pattern: str, tensor: Tensor, sizes: LayerSizes) -> Parts:
+    """Return the parts that one stored tensor holds."""
     held, kind = parts.split(".")
     if kind == "weight" and held == "out":
         return {parts: _arranged(tensor, pattern, "o n d", held, sizes)}
@@ -129,9 +133,14 @@ def unpack(parts: str, pattern: str, tensor: Tensor, sizes: Sizes) -> Parts:
 
 
 def write(
-    parts: Parts, sizes: Sizes, target: Layout, origins: Mapping[str, str], prefix: str, said: str
+    parts: Parts,
+    sizes: LayerSizes,
+    target: Layout,
+    origins: Mapping[str, str],
+    prefix: str,
+    call: str,
 ) -> Iterable[tuple[str, Tensor]]:
-    """The parts in the first of the target's forms that can hold them.
+    """Return the parts in the first of the target's forms that can hold them.
 
     Raises:
         ValueError: none of them can; the message names what they cannot hold.
@@ -141,21 +150,22 @@ def write(
         refused = refusals(parts, sizes, form, origins)
         if not refused:
             return written(parts, sizes, form)
-    raise ValueError(f"{said}: layout {target.name!r} cannot hold {'; nor '.join(refused)}")
+    raise ValueError(f"{call}: layout {target.name!r} cannot hold {'; nor '.join(refused)}")
 
 
-def forms_at(layout: Layout, prefix: str) -> list[Form]:
-    """The forms that a layer of that prefix may be written in, the likeliest first."""
+def forms_at(layout: Layout, prefix: str) -> list[LayerForm]:
+    """Return the forms that a layer of that prefix may be written in, the likeliest first."""
     name = prefix.rstrip("./")
     at_home = [form for form in layout.forms if form.home and name.endswith(form.home)]
     return at_home + [form for form in layout.forms if form.home is None]
 
 
 def refusals(
-    parts: Parts, sizes: Sizes, form: Form, origins: Mapping[str, str] | None = None
+    parts: Parts, sizes: LayerSizes, form: LayerForm, origins: Mapping[str, str] | None = None
 ) -> list[str]:
-    """What a form cannot hold, in words; `origins` are the names that parts had."""
-    refused = [phrase for rule in form.rules if (phrase := rule(sizes)) is not None]
+    """Return phrases for everything that a form cannot hold; `origins` are the names that parts
+    had."""
+    refused = [phrase for rule in form.rules if (phrase := rule.refusal(sizes)) is not None]
     places = {part for held, _ in form.tensors.values() for part in parts_of(held)}
     for part, tensor in parts.items():
         if part not in places and not _says_nothing(part, tensor):
@@ -164,7 +174,7 @@ def refusals(
 
 
 def _says_nothing(part: str, tensor: Tensor) -> bool:
-    """Whether leaving a part out, or adding it, changes nothing."""
+    """Return True if adding or removing a part changes nothing."""
     if part.endswith(".bias"):
         return _empty_bias(part, tensor)
     if part != "out.weight" or tensor.shape[0] != tensor.shape[1] * tensor.shape[2]:
@@ -188,8 +198,8 @@ def _long(part: str) -> str:
     return f"the {kind} of {owner}"
 
 
-def written(parts: Parts, sizes: Sizes, form: Form) -> Iterable[tuple[str, Tensor]]:
-    """Every tensor of a form, its optional groups only where they hold something."""
+def written(parts: Parts, sizes: LayerSizes, form: LayerForm) -> Iterable[tuple[str, Tensor]]:
+    """Yield every tensor of a form, its optional groups only if they hold something."""
     for name, (held, pattern) in form.tensors.items():
         group = next((group for group in form.optional if name in group), None)
         if group is not None and not any(
@@ -204,8 +214,8 @@ def written(parts: Parts, sizes: Sizes, form: Form) -> Iterable[tuple[str, Tenso
             yield name, _own(_packed(held, pattern, parts, sizes))
 
 
-def _packed(held: str, pattern: str, parts: Parts, sizes: Sizes) -> Tensor:
-    """One stored tensor, made of the parts it holds."""
+def _packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
+    """Return one stored tensor, made of the parts it holds."""
     which, kind = held.split(".")
     if which == "out" or "norm" in which:
         if held not in parts:
@@ -234,8 +244,8 @@ def _packed(held: str, pattern: str, parts: Parts, sizes: Sizes) -> Tensor:
     return torch.stack(pieces, axis + 1).flatten(axis, axis + 1)
 
 
-def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: Sizes) -> Tensor:
-    """What multiplies each head in a stored tensor of q, k and v, to which it broadcasts.
+def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: LayerSizes) -> Tensor:
+    """Return a factor for each head in a stored tensor of q, k and v; it broadcasts to the tensor.
 
     `factors` are `[n]`, by part; a part that is not among them stays as it is.
     """
@@ -248,8 +258,8 @@ def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: Size
     return _packed(held, pattern, parts, sizes)
 
 
-def _neutral(part: str, parts: Parts, sizes: Sizes) -> Tensor:
-    """The bias or output projection that changes nothing."""
+def _neutral(part: str, parts: Parts, sizes: LayerSizes) -> Tensor:
+    """Return the bias or output projection that changes nothing."""
     like = parts["q.weight"]
     if part == "out.weight":
         square = torch.eye(sizes.out_width, dtype=like.dtype, device=like.device)
@@ -261,22 +271,20 @@ def _neutral(part: str, parts: Parts, sizes: Sizes) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A dense copy that shares memory with nothing."""
+    """Return a dense copy that shares memory with nothing."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def with_bias(parts: Parts, sizes: Sizes, bias: bool) -> Parts:
-    """The parts with zeros for every bias that is missing, or without those that are all zeros."""
+def with_bias(parts: Parts, sizes: LayerSizes, bias: bool) -> Parts:
+    """Add zeros for every bias that is missing, or remove biases that are all zeros."""
     if not bias:
         return {name: tensor for name, tensor in parts.items() if not _empty_bias(name, tensor)}
     names = (f"{part}.bias" for part in ("q", "k", "v", "out"))
     return parts | {name: _neutral(name, parts, sizes) for name in names if name not in parts}
 
 
-def reorder(
-    parts: Parts, old: str | None, new: str | None, rotated: int | None, asked: str
-) -> None:
-    """Puts the features of q and k into the order that the target rotates; None is `half`.
+def reorder(parts: Parts, old: str | None, new: str | None, rotated: int | None, call: str) -> None:
+    """Reorder the features of q and k for the target's rotation; None is `half`.
 
     Of each head the first `rotated` features are rotated, by default all; others stay.
 
@@ -295,18 +303,16 @@ def reorder(
             dim = parts[name].shape[axis]
             turned = dim if rotated is None else rotated
             if turned % 2:
-                raise ValueError(f"{asked}: heads of width {turned} cannot be rotated in pairs")
+                raise ValueError(f"{call}: heads of width {turned} cannot be rotated in pairs")
             if turned > dim:
-                raise ValueError(
-                    f"{asked}: {turned} features cannot rotate in heads of width {dim}"
-                )
+                raise ValueError(f"{call}: {turned} features cannot rotate in heads of width {dim}")
             moved, kept = parts[name].split([turned, dim - turned], axis)
             moved = rearrange(moved, f"{lead}{pattern}{rest} -> {lead}{wanted}{rest}", two=2)
             parts[name] = torch.cat([moved, kept], axis)
 
 
-def regroup(parts: Parts, sizes: Sizes, old: bool, new: bool) -> None:
-    """Puts the query heads into the order in which the target's heads share keys and values.
+def regroup(parts: Parts, sizes: LayerSizes, old: bool, new: bool) -> None:
+    """Reorder the query heads for the way that the target's heads share keys and values.
 
     `old` and `new` are the layouts' `turns`.
     """
@@ -322,12 +328,12 @@ def regroup(parts: Parts, sizes: Sizes, old: bool, new: bool) -> None:
 
 @cache
 def axes_of(pattern: str) -> list[tuple[str, ...]]:
-    """The letters of each axis: `i (p n d)` is `[("i",), ("p", "n", "d")]`."""
+    """Return the letters of each axis: `i (p n d)` is `[("i",), ("p", "n", "d")]`."""
     return [tuple((a or b).split()) for a, b in re.findall(r"\(([^)]*)\)|(\w+)", pattern)]
 
 
 def _order(pattern: str) -> tuple[tuple[str, ...] | None, str]:
-    """The letters of the axis that packs q, k and v, and the pattern of each of them alone."""
+    """Return the letters of the axis that packs q, k and v, and each one's own pattern."""
     order = next((letters for letters in axes_of(pattern) if "p" in letters), None)
     return order, pattern if order is None else pattern.replace(" ".join(order), "n d")
 
@@ -337,13 +343,13 @@ def parts_of(held: str) -> list[str]:
     return [held] if which == "out" or "norm" in which else [f"{part}.{kind}" for part in which]
 
 
-def _arranged(tensor: Tensor, pattern: str, wanted: str, part: str, sizes: Sizes) -> Tensor:
+def _arranged(tensor: Tensor, pattern: str, wanted: str, part: str, sizes: LayerSizes) -> Tensor:
     lengths = {"n": sizes.heads_of(part), "d": sizes.dim_of(part)}
     return rearrange(tensor, f"{pattern} -> {wanted}", **lengths)
 
 
-def shape_of(parts: str, pattern: str, sizes: Sizes) -> tuple[int, ...]:
-    """The shape that a stored tensor must have."""
+def shape_of(parts: str, pattern: str, sizes: LayerSizes) -> tuple[int, ...]:
+    """Return the shape that a stored tensor must have."""
     held = parts.split(".")[0]
     which = ("q",) if "norm" in held else ("out",) if held == "out" else tuple(held)
     first, lengths = which[0], []

@@ -1,4 +1,4 @@
-"""Where a module projects its queries and keys, in any known layout; and their scaling by head."""
+"""The projections of queries and keys in any known layout, and their scaling by head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .convert import stored
-from .detect import Layer, Shape, detect_shapes, find_layers, named_as
+from .convert import stored_tensors
+from .detect import LayerTensors, Shape, detect_shapes, find_layers, named_as
 from .layout_table import LAYOUTS
-from .layout_types import Sizes
+from .layout_types import LayerSizes
 from .packing import parts_of, per_head, sizes_of
 
 _OF_QUERIES_OR_KEYS = re.compile(
@@ -21,7 +21,7 @@ _OF_QUERIES_OR_KEYS = re.compile(
 )
 
 
-class Projections(ABC):
+class QueryKeyProjections(ABC):
     """The tensors from which one attention layer makes its queries and keys, by their names.
 
     Attributes:
@@ -39,21 +39,23 @@ class Projections(ABC):
     """Whether queries and keys are normalised after the projection."""
 
     def group_of(self, head: int) -> int:
-        """The key/value head that a query head reads."""
+        """Return the key/value head that a query head reads."""
         return head // (self.num_heads // self.num_kv_heads)
 
     @abstractmethod
     def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What multiplies each tensor if queries are multiplied by q `[H]` and keys by k `[G]`.
+        """Yield a factor for each tensor that multiplies queries by q `[H]` and keys by k `[G]`.
 
         Each broadcasts to its tensor.
         """
 
 
-class _OfLayout(Projections):
-    """Those of a layer in a layout of the table."""
+class _OfLayout(QueryKeyProjections):
+    """The projections of a layer in a layout of the table."""
 
-    def __init__(self, layer: Layer, sizes: Sizes, patterns: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(
+        self, layer: LayerTensors, sizes: LayerSizes, patterns: Mapping[str, tuple[str, str]]
+    ) -> None:
         self.layer, self.sizes, self.patterns = layer, sizes, patterns
         self.own = layer.names
         self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
@@ -73,13 +75,13 @@ class _OfLayout(Projections):
                 yield full, factor[number] if "{n}" in name else factor
 
     def _holding(self, part: str) -> list[str]:
-        """The form's names of the tensors that hold a part."""
-        wanted = {f"{part}.weight", f"{part}.bias"}
-        return [name for name in self.layer.where if wanted & set(parts_of(self.patterns[name][0]))]
+        """Return the form's names of the tensors that hold a part."""
+        held = {f"{part}.weight", f"{part}.bias"}
+        return [name for name in self.layer.where if held & set(parts_of(self.patterns[name][0]))]
 
 
-class _Latent(Projections):
-    """Those of multi-head latent attention, whose keys come from a latent that all heads share.
+class _Latent(QueryKeyProjections):
+    """The projections of multi-head latent attention, whose keys come from a latent of all heads.
 
     A head's key is a part of its own, from `kv_b_proj`, and a rotated part that all heads share:
     queries of that part are multiplied for both (Kimi K2 2025). Source: DeepSeek-V2 2024, §2.1.
@@ -111,7 +113,7 @@ class _Latent(Projections):
 
 def projections_of(
     tensors: Mapping[str, Tensor], num_heads: int, kind: type | None = None
-) -> Projections:
+) -> QueryKeyProjections:
     """Find the projections of an attention module by the names and shapes of its tensors.
 
     Args:
@@ -127,16 +129,16 @@ def projections_of(
     layer = _layer_of(shapes, _meant(kind))
     if isinstance(layer, str):
         raise ValueError(layer)
-    held, patterns = stored(layer, tensors.__getitem__)
+    held, patterns = stored_tensors(layer, tensors.__getitem__)
     alone = any("{n}" in name for name in layer.where)
-    said = f"layout {layer.layout.name!r}"
-    sizes = sizes_of(held, patterns, None if alone else num_heads, None, said)
+    call = f"layout {layer.layout.name!r}"
+    sizes = sizes_of(held, patterns, None if alone else num_heads, None, call)
     return _OfLayout(layer, sizes, patterns)
 
 
 @lru_cache(4096)
-def _layer_of(shapes: tuple[tuple[str, Shape], ...], meant: str | None) -> Layer | str:
-    """The layer that these tensors are, or why they are none that is known."""
+def _layer_of(shapes: tuple[tuple[str, Shape], ...], meant: str | None) -> LayerTensors | str:
+    """Return the layer with these tensors, or the reason that there is none."""
     own = {name: shape for name, shape in shapes if not _beside(name)}
     if not own:
         return "it has no weights of its own"
@@ -149,7 +151,7 @@ def _layer_of(shapes: tuple[tuple[str, Shape], ...], meant: str | None) -> Layer
 
 
 def _meant(kind: type | None) -> str | None:
-    """Which layout a kind of module has, where the names of its tensors may be another's too."""
+    """Return the layout of a kind of module, if the names of its tensors may be another's too."""
     if kind is None:
         return None
     return "gpt_bigcode" if any("GPTBigCode" in one.__name__ for one in kind.__mro__) else "nanogpt"
@@ -157,11 +159,11 @@ def _meant(kind: type | None) -> str | None:
 
 @lru_cache(4096)
 def _beside(name: str) -> bool:
-    """Whether a tensor has no part in queries and keys: sinks, or one of another module."""
+    """Return True if a tensor has no part in queries and keys: sinks, or one of another module."""
     if name == "sinks":
         return True
     if "." not in name or _OF_QUERIES_OR_KEYS.search(name):
         return False
     known = (n for layout in LAYOUTS.values() for form in layout.forms for n in form.tensors)
-    found = (named_as(n).fullmatch(name) for n in known)
-    return not any(match and not match["prefix"] for match in found)
+    matches = (named_as(n).fullmatch(name) for n in known)
+    return not any(match and not match["prefix"] for match in matches)

@@ -40,7 +40,7 @@ class Corpus:
 
 
 def manual_topics() -> dict[str, str]:
-    """The topics of Python's own manual, by name, in alphabetical order.
+    """Return the topics of Python's own manual, by name, in alphabetical order.
 
     Raises:
         TextError: this Python was installed without `pydoc_data`.
@@ -59,7 +59,7 @@ def manual_topics() -> dict[str, str]:
 
 
 def manual(held_out: float = 0.1) -> Corpus:
-    """Python's manual as a corpus: the last `held_out` of the topics by name are kept back.
+    """Return Python's manual as a corpus: the last `held_out` of the topics by name are held out.
 
     Topics quote one another (`typesseq` contains `typesseq-mutable`), so every paragraph of
     a topic that is kept back is also struck out of the topics trained on.
@@ -92,7 +92,7 @@ def manual(held_out: float = 0.1) -> Corpus:
 
 
 def manual_passage(topic: str = "with") -> str:
-    """One topic of the manual; the default is one that `manual` keeps back from training.
+    """Return one topic of the manual; the default is one that `manual` holds out.
 
     Raises:
         TextError: there is no such topic.
@@ -107,7 +107,7 @@ def manual_passage(topic: str = "with") -> str:
 
 
 def files(paths: Sequence[str | Path], held_out: float = 0.1) -> Corpus:
-    """Text files as a corpus: the last `held_out` of each, from a line's start, is kept back.
+    """Read text files as a corpus: the last `held_out` of each, from a line's start, is held out.
 
     Raises:
         TextError: a file is missing, empty or not UTF-8; `held_out` is not between 0 and 1.
@@ -130,7 +130,7 @@ def files(paths: Sequence[str | Path], held_out: float = 0.1) -> Corpus:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, or of standard input for `-`.
+    """Read the text of a file, or of standard input for `-`.
 
     Raises:
         TextError: it is missing, a folder, empty (white space counts as nothing) or not UTF-8.
@@ -157,7 +157,7 @@ def read_text(path: str | Path) -> str:
 
 
 def encode(tokenizer: "Tokenizer", text: str, name: str = "the text") -> list[int]:
-    """The text as token ids; at least two, for attention over one token says nothing.
+    """Encode a text as at least two token ids: attention over one token is always 1.
 
     Raises:
         TextError: the text has fewer than two tokens.
@@ -172,7 +172,7 @@ def encode(tokenizer: "Tokenizer", text: str, name: str = "the text") -> list[in
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """Byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) learnt from `texts`.
+    """Train byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) on `texts`.
 
     Any text can be encoded and comes back unchanged. Id 0 is `<|endoftext|>`. A short text may
     give fewer than `vocab_size` tokens.
@@ -205,7 +205,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def join(tokenizer: "Tokenizer", texts: Iterable[str]) -> Int[Tensor, " N"]:
-    """All texts as one row of ids, each closed by `<|endoftext|>`.
+    """Encode texts as one row of ids, each closed by `<|endoftext|>`.
 
     Raises:
         TextError: the tokenizer has no such token.
@@ -229,7 +229,7 @@ def repeated_tokens(
     shortest: int,
     longest: int,
 ) -> Int[Tensor, "rows length"]:
-    """Rows that repeat a block of random tokens (Olsson et al. 2022).
+    """Generate rows that repeat a block of random tokens (Olsson et al. 2022).
 
     Each row draws a period from `shortest` to `longest`, then that many ids from 1 to
     `vocab_size - 1` (0 closes a text), and repeats them until `length` ids stand there.
@@ -250,13 +250,15 @@ def repeated_tokens(
 
 
 def unigram_loss(train: Int[Tensor, " N"], targets: Int[Tensor, "..."], vocab: int) -> float:
-    """Mean loss, in nats a token, of add-one unigram frequencies of `train` on `targets`."""
+    """Return the mean loss, in nats per token, of add-one unigram frequencies of `train` on
+    `targets`."""
     counts = torch.bincount(train, minlength=vocab).double() + 1
     return float(-(counts / counts.sum()).log()[targets.flatten()].mean())
 
 
 def bigram_loss(train: Int[Tensor, " N"], inputs: Tensor, targets: Tensor, vocab: int) -> float:
-    """Mean loss, in nats a token, of a bigram model of `train`: `targets` after `inputs`.
+    """Return the mean loss, in nats per token, of a bigram model of `train`: `targets` after
+    `inputs`.
 
     Interpolated Kneser–Ney (Kneser and Ney 1995; Chen and Goodman 1999, eq. 21), with the
     discount `n1 / (n1 + 2·n2)` and a uniform last resort; the strongest bigram in common use.
@@ -289,7 +291,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _words(text: str) -> str:
-    """A paragraph without its layout, so that a quotation is found at any indentation."""
+    """Return a paragraph without its layout, so that a quotation is found at any indentation."""
     return " ".join(text.split())
 
 

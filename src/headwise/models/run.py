@@ -1,7 +1,7 @@
 """A training run in memory: its settings, its data, its model, and one step after another.
 
 Every random choice is a function of the seed and the step's number, so a run that is stopped and
-resumed walks the same path, bit for bit on the CPU, as one that is not. Several ranks train the
+resumed is the same, bit for bit on the CPU, as one that is not. Several ranks train the
 steps of one process, each on its share of a step's rows; only dropout's draws are each rank's own.
 """
 
@@ -10,32 +10,63 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
-from ..weights.safetensors_file import FolderError, check_size
-from . import checkpoint, checkpoint_folder
-from . import data as corpus
-from .gpt import GPT, GPTConfig
-from .gpt_config import typed
-from .ranks import TrainingRanks
+from ..weights.folders import (
+    CONFIG,
+    TOKENIZER,
+    WEIGHTS,
+    FolderError,
+    check_size,
+    read_tokenizer,
+)
+from . import checkpoint, corpus
+from .gpt import GPT, GPTConfig, check_types
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+class TrainingRanks:
+    """One process that trains alone; a base for several, each of which holds a share.
+
+    rank, size: the number of this process, and how many there are.
+    """
+
+    rank = 0
+    size = 1
+
+    def prepared(self, model: GPT) -> nn.Module:
+        """Shard or replicate the model; return the module that a training step calls."""
+        return model
+
+    def whole(self, model: GPT) -> GPT:
+        """Gather the model of all shards; every rank must call this."""
+        return model
+
+    def shared(self, make: Callable[[], _T]) -> _T:
+        """Call the function on rank 0; all ranks return its result, or raise what it raised."""
+        return make()
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum a tensor over ranks; every rank must call this."""
+        return values
+
 
 ALONE = TrainingRanks()
 EVALUATED_WINDOWS = 256
 EVALUATED_ROWS = 16  # at a time, on each rank
 SHORTEST_PERIOD = 8
 LARGEST_SIZE = 2**31 - 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -74,9 +105,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.texts, str):
             raise ValueError(f"texts={self.texts!r:.60}: must be a list of files")
-        for field in fields(self):
-            if field.name != "texts":
-                typed(field.name, getattr(self, field.name), field.default)
+        check_types(self)
         for name in ("layers", "heads", "width", "steps", "batch"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("context", "batch", "vocab", "layers", "width"):
@@ -102,7 +131,7 @@ class TrainConfig:
             raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to 0 at the last step.
+        """Return the learning rate: linear warm-up, then a cosine down to 0 at the last step.
 
         >>> config = TrainConfig(steps=110, warmup=10, lr=1.0)
         >>> [round(config.learning_rate(step), 2) for step in (0, 9, 60, 109)]
@@ -117,7 +146,7 @@ class TrainConfig:
 def sinusoids(
     positions: int, width: int, std: float, base: float = 10000.0
 ) -> Float[Tensor, "P E"]:
-    """The position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
+    """Return the position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
 
     Wavelengths go from 2π to nearly `base · 2π`. A smaller base than the paper's 10,000 has more
     features that tell neighbours apart, and is enough for a short context.
@@ -168,12 +197,12 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, ranks: TrainingRanks = ALONE) -> Run:
-        """The run that the folder's checkpoint holds, whatever number of ranks wrote it.
+        """Resume the run of the folder's checkpoint, written by any number of ranks.
 
         Raises:
             FolderError: no checkpoint, a damaged one, or a text that has changed since.
         """
-        saved = checkpoint_folder.newest(folder)
+        saved = checkpoint.newest(folder)
         config, tokenizer = _settings(saved.settings, saved.path), read_tokenizer(folder)
         held = sum(math.prod(shape) for shape, _ in saved.held.values())
         check_size(_sizes(config, tokenizer).weights, held, str(saved.path))
@@ -188,9 +217,8 @@ class Run:
         return run
 
     def advance(self) -> float:
-        """Take one step; returns the loss of its batch, in nats a token."""
+        """Take one step; return the loss of its batch, in nats per token."""
         config, step, ranks = self.config, self.step, self.ranks
-        ranks.begins(step + 1)
         rate = config.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -209,7 +237,7 @@ class Run:
         return float(ranks.total(loss.detach().double() * share))
 
     def batch(self, step: int) -> Int[Tensor, "B T"]:
-        """The rows of a step, `context + 1` ids each: windows of the text, then repeats."""
+        """Return the rows of a step, `context + 1` ids each: windows of the text, then repeats."""
         config = self.config
         generator = torch.Generator().manual_seed(_seed(config.seed, "rows", step))
         repeats = round(config.batch * config.repeats)
@@ -234,18 +262,19 @@ class Run:
         )
 
     def held_out_loss(self) -> float:
-        """Mean loss on the held-out text, in nats a token."""
+        """Return the mean loss on the held-out text, in nats per token."""
         return float(self._losses(self.inputs, self.targets).double().mean())
 
     def repeat_losses(self) -> tuple[float, float]:
-        """Mean loss on a first and on a second copy of random tokens, in nats a token."""
+        """Return the mean loss on the first and the second copy of random tokens, in nats per
+        token."""
         period = self.config.context // 2
         generator = torch.Generator().manual_seed(_seed(self.config.seed, "repeats", -1))
         rows = corpus.repeated_tokens(
             16, 2 * period, self.vocab, generator, shortest=period, longest=period
         )
         losses = self._losses(rows[:, :-1], rows[:, 1:]).double()
-        # The second copy's first token cannot be foretold: nothing says that a copy begins.
+        # The second copy's first token cannot be predicted: nothing marks the start of a copy.
         return float(losses[:, : period - 1].mean()), float(losses[:, period:].mean())
 
     def save(self, folder: Path) -> None:
@@ -258,18 +287,18 @@ class Run:
         if self.ranks.size == 1:
             checkpoint.write(folder, self.model, self.optimizer, about)
         else:
-            checkpoint_folder.write(folder, self.model, self.optimizer, about, self.ranks)
+            checkpoint.write_sharded(folder, self.model, self.optimizer, about, self.ranks.shared)
         self._remove_other(folder)
 
     def _remove_other(self, folder: Path) -> None:
-        """Remove what a run of one process, or else of several, would resume from."""
+        """Remove the checkpoint that one process, or else several, would resume from."""
         if self.ranks.size == 1:
-            checkpoint_folder.clear(folder)
+            checkpoint.remove_sharded(folder)
         else:
             self.ranks.shared(lambda: (folder / checkpoint.CHECKPOINT).unlink(missing_ok=True))
 
     def finite(self) -> bool:
-        """Whether all weights are, on all ranks."""
+        """Return True if all weights are finite, on all ranks."""
         wrong = sum(int((~_here(p).isfinite()).sum()) for p in self.model.parameters())
         return not float(self.ranks.total(torch.tensor(float(wrong))))
 
@@ -303,7 +332,7 @@ class Run:
 
     @torch.no_grad()
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of every target, `[B, T]`, each row computed on one of the ranks."""
+        """Compute the loss of every target, `[B, T]`, each row on one of the ranks."""
         self.model.eval()
         losses, size, rank = torch.zeros(inputs.shape), self.ranks.size, self.ranks.rank
         for rows in torch.arange(len(inputs)).split(EVALUATED_ROWS * size):
@@ -317,7 +346,7 @@ class Run:
 
 
 def _texts(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[corpus.Corpus, Tokenizer]:
-    """Read the texts, and learn their tokenizer where it is not known."""
+    """Read the texts, and train their tokenizer unless it is given."""
     texts = corpus.files(config.texts, config.held_out) if config.texts else None
     texts = texts or corpus.manual(config.held_out)
     return texts, tokenizer or corpus.train_tokenizer(texts.train, config.vocab)
@@ -328,14 +357,15 @@ def _at_least_float(logits: Tensor) -> Tensor:
 
 
 def _here(parameter: Tensor) -> Tensor:
-    """The shard of a parameter that this rank has: all of it, unless it is sharded."""
+    """Return the shard of a parameter on this rank: all of it, unless it is sharded."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
 
 
 def windows(
     ids: Int[Tensor, " N"], context: int, most: int = EVALUATED_WINDOWS
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Consecutive windows of a text, inputs and targets; each token is a target at most once.
+    """Return consecutive windows of a text, inputs and targets; each token is a target at most
+    once.
 
     At most `most` windows, from the start; a last one that is not full is left out unless it is
     the only one.
@@ -351,26 +381,25 @@ def windows(
 
 
 def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
-    """The settings that a checkpoint names.
+    """Return the settings that a checkpoint names.
 
     Raises:
-        FolderError: one that there is not, or that has no such value.
+        FolderError: an unknown one, or a value out of range.
     """
-    saved, known = dict(saved), {field.name: field.default for field in fields(TrainConfig)}
-    texts = saved.pop("texts", [])
+    known = {field.name for field in fields(TrainConfig)}
     if unknown := saved.keys() - known:
         raise FolderError(f"{path}: made by another version (setting {sorted(unknown)[0]!r})")
+    texts = saved.get("texts", [])
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise FolderError(f"{path}: texts={texts!r}: no list of files")
     try:
-        given = {name: typed(name, value, known[name]) for name, value in saved.items()}
-        return TrainConfig(texts=tuple(texts), **given)
+        return TrainConfig(**{**saved, "texts": tuple(texts)})
     except ValueError as error:
         raise FolderError(f"{path}: {error}") from None
 
 
 def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """What model the settings call for."""
+    """Return the configuration of the model that the settings call for."""
     end = tokenizer.token_to_id(corpus.END_OF_TEXT)
     return GPTConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -402,7 +431,8 @@ def _device(name: str) -> torch.device:
 
 
 def _optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that shrinks only matrices: biases, norms and the position table are left alone."""
+    """Create AdamW with weight decay for matrices only: not for biases, norms and the position
+    table."""
     named = dict(model.named_parameters())
     spared = {"transformer.wpe.weight"}
     decayed = [p for name, p in named.items() if p.dim() == 2 and name not in spared]
@@ -415,14 +445,14 @@ def _optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _seed(seed: int, purpose: str, step: int) -> int:
-    """A 32-bit seed of its own for each purpose and step."""
+    """Return a 32-bit seed of its own for each purpose and step."""
     digest = hashlib.sha256(f"{seed} {purpose} {step}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int, purpose: str, step: int) -> Iterator[None]:
-    """Seed the global generators, and give them back as they were."""
+    """Seed the global generators, and restore their state afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(_seed(seed, purpose, step))

@@ -12,17 +12,16 @@ from pathlib import Path
 import torch
 
 from .._io import holds_files, place_for
-from ..weights.hf_folder import FolderError, only_run
-from . import data as corpus
-from .ranks import TrainingRanks
-from .train_loop import ALONE, Run, TrainConfig
+from ..weights.folders import FolderError, only_run
+from . import corpus
+from .run import ALONE, Run, TrainConfig, TrainingRanks
 
 SAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What `train` reports after a step; `held_out` only where it was measured."""
+    """The state of training after a step; `held_out` only where it was measured."""
 
     step: int
     steps: int
@@ -34,13 +33,13 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """At the speed so far."""
+        """The seconds left at the speed so far."""
         return (self.steps - self.step) * self.tokens_per_step / self.tokens_per_second
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. Losses are in nats a token, baselines on the same held-out tokens."""
+    """The result of a run. Losses are in nats per token, baselines on the same held-out tokens."""
 
     folder: str
     source: str
@@ -82,11 +81,11 @@ def train(
         resume: go on with the run that the folder holds.
         overwrite: replace the run that the folder holds.
         stop_after: stop, saved, after so many steps of this call.
-        should_stop: asked after every step; True stops the run, saved.
-        report: told of every step.
-        during: gives what is open while the run trains, such as a monitor of its model.
+        should_stop: called after every step; True stops the run, saved.
+        report: called after every step.
+        during: returns a context to train in, such as a monitor of the run's model.
         ranks: the processes that train together (`parallel.training.DataParallelRanks`); each calls
-            this, rank 0 alone reads texts and writes the model, and all get the summary.
+            this, rank 0 alone reads texts and writes the model, and all return the summary.
 
     Raises:
         FolderError: the folder is not empty, is written into by another run, holds no run to
@@ -186,7 +185,7 @@ def _begin(
         run = Run.resume(folder, ranks)
         ranks.shared(lambda: [place_for(folder / name) for name in Run.FILES])
         return run
-    ranks.shared(lambda: _make_way(folder, overwrite))
+    ranks.shared(lambda: _check_empty(folder, overwrite))
     config = config or TrainConfig()
     config = replace(config, texts=tuple(_absolute(path) for path in config.texts))
     run = Run(config, ranks=ranks)
@@ -194,7 +193,7 @@ def _begin(
     return run
 
 
-def _make_way(folder: Path, overwrite: bool) -> None:
+def _check_empty(folder: Path, overwrite: bool) -> None:
     """Raise FolderError for a folder that is not empty, unless it may be overwritten."""
     if holds_files(folder) and not overwrite:
         raise FolderError(

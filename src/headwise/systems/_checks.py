@@ -1,4 +1,4 @@
-"""What the rungs check before they compute: each fault in one line that quotes the call."""
+"""Checks of the systems before they compute: each error is one line that quotes the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def check_sizes(call: str, **sizes: int) -> None:
-    """Every size is at least 1."""
+    """Raise ValueError for a size below 1."""
     shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
     for name, size in sizes.items():
         if size < 1:
@@ -16,7 +16,7 @@ def check_sizes(call: str, **sizes: int) -> None:
 
 
 def check_heads(call: str, name: str, width: int, heads_name: str, heads: int) -> None:
-    """The width can be dealt out to the heads evenly."""
+    """Raise ValueError if the width is not a multiple of the number of heads."""
     if width % heads:
         raise ValueError(
             f"{call}({name}={width}, {heads_name}={heads}): {name} must be a multiple of "
@@ -25,13 +25,13 @@ def check_heads(call: str, name: str, width: int, heads_name: str, heads: int) -
 
 
 def check_dropout(call: str, dropout: float, name: str = "dropout") -> None:
-    """A probability that leaves something over."""
+    """Raise ValueError for a probability outside [0, 1)."""
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{call}({name}={dropout}): {name} must be in [0, 1)")
 
 
 def check_input(layer: nn.Module, x: Tensor, width: int, context: int | None = None) -> None:
-    """x is `[B, T, width]`, and T is no longer than the context."""
+    """Raise ValueError unless x is `[B, T, width]`, and T is no longer than the context."""
     call = f"{type(layer).__name__}(…)({list(x.shape)})"
     if x.ndim != 3 or x.shape[2] != width:
         raise ValueError(f"{call}: the input must be [B, T, {width}]")
@@ -43,7 +43,7 @@ def check_input(layer: nn.Module, x: Tensor, width: int, context: int | None = N
 
 
 def mask_may_be_absent(layer: nn.Module) -> None:
-    """Lets the layer load, strictly too, a state without the buffer `mask`, or with that of another
+    """Let the layer load, strictly too, a state without the buffer `mask`, or with that of another
     context: it is no weight."""
     layer.register_load_state_dict_pre_hook(_keep_mask)
 

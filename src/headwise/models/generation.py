@@ -1,4 +1,4 @@
-"""Writing on with a model: greedy or sampled, streamed, in batches of unequal prompts."""
+"""Text generation: greedy or sampled, streamed, in batches of prompts of unequal length."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Reason = Literal["length", "end", "stop", "context"]
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how bytes of a character that is not whole yet decode
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes of an incomplete character
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What was written after one prompt, and why it ended.
+    """The continuation of one prompt, and the reason for its end.
 
     `reason` is `"length"` (`max_new_tokens`), `"end"` (the model's end of text), `"stop"` (a stop
     string) or `"context"` (no position is left). `ids` are the new tokens without the end of text;
@@ -44,8 +44,8 @@ class Generation:
 class Piece:
     """One new token of one row.
 
-    `text` is what is settled since the row's last piece: characters that are not whole yet and
-    what may turn out to begin a stop string are held back. `done` comes with a row's last piece.
+    `text` is the text that has become final since the row's last piece: incomplete characters and
+    a possible start of a stop string are held back. `done` is set in a row's last piece.
     """
 
     row: int
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 takes the likeliest.
+    """Parameters of sampling the next token. Temperature 0 takes the likeliest.
 
     The filters apply in the order of the fields, each on what the one before it left, as in
     `transformers`. `top_k` keeps the k likeliest; `top_p` the smallest set of the likeliest that
@@ -88,7 +88,7 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p}: must be from 0 to 1")
 
     def filtered(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Logits to sample from, in float32; −inf where a filter leaves a token out.
+        """Return logits to sample from, in float32; −inf for tokens that a filter removes.
 
         >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
         >>> Sampling(temperature=1.0, top_k=2).filtered(logits).tolist()
@@ -114,7 +114,7 @@ class Sampling:
     def choose(
         self, logits: Float[Tensor, "B V"], generators: Sequence[torch.Generator]
     ) -> list[int]:
-        """The next token of each row, each row drawn with its own (CPU) generator."""
+        """Choose the next token of each row; each row is sampled with its own (CPU) generator."""
         if self.temperature == 0:
             return logits.argmax(-1).tolist()
         chances = self.filtered(logits).softmax(-1).cpu()
@@ -145,30 +145,30 @@ def generate(
     use_cache: bool = True,
     on_piece: Callable[[Piece], None] | None = None,
 ) -> list[Generation]:
-    """Write on after each prompt.
+    """Generate a continuation of each prompt.
 
-    Rows are independent: of unequal length, ending each on its own, and drawn each from its own
-    generator (row r from `seed + r`), so a row's text does not depend on its neighbours. A row
-    ends at the model's end of text, at a stop string, after `max_new_tokens`, or when prompt and
-    new tokens fill the model's context (`reason == "context"`); nothing ever slides.
+    Rows are independent: their lengths differ, each ends on its own, and each is sampled with its
+    own generator (row r with `seed + r`), so a row's text does not depend on other rows. A row ends
+    at the model's end of text, at a stop string, after `max_new_tokens`, or when prompt and new
+    tokens fill the model's context (`reason == "context"`); the context never slides.
 
     Args:
         model: any `GPT`.
         prompts: texts (with `tokenizer`), or rows of token ids.
-        max_new_tokens: the most tokens to write in a row.
+        max_new_tokens: the most tokens to generate in a row.
         temperature, top_k, top_p, min_p: as in `Sampling`; greedy by default.
-        seed: of the draws.
+        seed: of the samples.
         stop: strings that end a row; they need a tokenizer, and may lie across tokens.
         tokenizer: turns ids into text.
-        use_cache: keep keys and values; without, every token runs the whole row again. The
-            tokens are the same.
-        on_piece: told of every new token as it comes (`stream` is the same as an iterator).
+        use_cache: keep keys and values; without a cache, every token runs the whole row again.
+            The tokens are the same.
+        on_piece: called with every new token (`stream` is the same as an iterator).
 
     Raises:
         ValueError: no prompt, an empty one, one that fills the context, ids outside the
             vocabulary, a setting out of its range, text or `stop` without a tokenizer.
 
-    >>> from headwise.gpt import GPTConfig
+    >>> from headwise.models import GPTConfig
     >>> model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
     >>> [row.reason for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
     ['context', 'length']
@@ -208,9 +208,9 @@ def stream(
     tokenizer: Tokenizer | None = None,
     use_cache: bool = True,
 ) -> Iterator[Piece]:
-    """`generate`, token by token: an iterator of `Piece`.
+    """Generate token by token: `generate` as an iterator of `Piece`.
 
-    Arguments are checked at once, before the first piece is asked for.
+    Arguments are checked at once, before the first piece is generated.
 
     Raises:
         ValueError: as `generate`.
@@ -223,38 +223,38 @@ def stream(
         raise ValueError(f"stop={list(stop)!r} needs a tokenizer, to know the text")
     if whole(seed) is None:
         raise ValueError(f"seed={said(seed)}: must be a whole number")
-    rows = [
-        _Row(number, ids, min(max_new_tokens, _room(model, number, ids)), max_new_tokens)
-        for number, ids in enumerate(_as_ids(prompts, tokenizer))
-    ]
+    rows = []
+    for number, ids in enumerate(_as_ids(prompts, tokenizer)):
+        room = _room(model, number, ids)
+        last_reason: Reason = "length" if max_new_tokens <= room else "context"
+        generator = torch.Generator().manual_seed(seed + number)
+        limit = min(max_new_tokens, room)
+        rows.append(_Row(number, ids, limit, last_reason, generator, tokenizer, tuple(stop)))
     if not rows:
         raise ValueError("prompts is empty: give at least one")
-    for row in rows:
-        row.generator.manual_seed(seed + row.number)
-        row.tokenizer, row.stop = tokenizer, tuple(stop)
     return _run(model, rows, sampling, use_cache)
 
 
 @dataclass
 class _Row:
-    """One prompt and what has been written after it."""
+    """One prompt and its new tokens."""
 
     number: int
     prompt: list[int]
-    most: int
-    wanted: int
+    limit: int
+    limit_reason: Reason
+    generator: torch.Generator
+    tokenizer: Tokenizer | None
+    stop: tuple[str, ...]
     new: list[int] = field(default_factory=list)
-    shown: int = 0  # characters of the text already given out
-    generator: torch.Generator = field(default_factory=torch.Generator)
-    tokenizer: Tokenizer | None = None
-    stop: tuple[str, ...] = ()
+    shown: int = 0  # characters of the text already returned
 
     @property
     def ids(self) -> list[int]:
         return self.prompt + self.new
 
     def take(self, id: int, end: int | None) -> Piece:
-        """Add a token and say what it settles."""
+        """Append a token; return the text that is final since the last piece."""
         if id == end:
             return self._last(id, self.new, self._decode(self.new), "end")
         self.new.append(id)
@@ -265,12 +265,11 @@ class _Row:
             while not text[:cut].startswith(self._decode(self.new[:kept])):
                 kept -= 1
             return self._last(id, self.new[:kept], text[:cut], "stop")
-        if len(self.new) == self.most:
-            reason = "length" if self.most == self.wanted else "context"
-            return self._last(id, self.new, text, reason)
-        settled = text[: self._settled(text)]
-        piece = Piece(self.number, id, settled[self.shown :])
-        self.shown = max(self.shown, len(settled))
+        if len(self.new) == self.limit:
+            return self._last(id, self.new, text, self.limit_reason)
+        final = text[: self._final_length(text)]
+        piece = Piece(self.number, id, final[self.shown :])
+        self.shown = max(self.shown, len(final))
         return piece
 
     def _last(self, id: int, ids: list[int], text: str, reason: Reason) -> Piece:
@@ -281,19 +280,19 @@ class _Row:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids)
 
     def _stops_at(self, text: str) -> int | None:
-        """Where the first stop string begins. None begins before `shown`: that was held back."""
+        """Return the index of the first stop string; none begins before `shown`."""
         places = [place for s in self.stop if (place := text.find(s, self.shown)) >= 0]
         return min(places, default=None)
 
-    def _settled(self, text: str) -> int:
-        """How many characters no later token can change or cut."""
-        whole = len(text.rstrip(_UNFINISHED))
+    def _final_length(self, text: str) -> int:
+        """Return the number of characters that no later token can change or cut."""
+        final = len(text.rstrip(_UNFINISHED))
         for s in self.stop:
             for length in range(min(len(s) - 1, len(text)), 0, -1):
                 if text.endswith(s[:length]):
-                    whole = min(whole, len(text) - length)
+                    final = min(final, len(text) - length)
                     break
-        return whole
+        return final
 
 
 def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> Iterator[Piece]:
@@ -304,23 +303,23 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
         if logits.isnan().any():
             raise ValueError("the model's logits are NaN: its weights hold NaN, or overflow")
         chosen = sampling.choose(logits, [row.generator for row in rows])
-        alive = []
+        running = []
         for index, (row, id) in enumerate(zip(rows, chosen, strict=True)):
             piece = row.take(id, end)
             if piece.done is None:
-                alive.append(index)
+                running.append(index)
             yield piece
-        if cache is not None and 0 < len(alive) < len(rows):
+        if cache is not None and 0 < len(running) < len(rows):
             for part in cache:
-                part.select(torch.tensor(alive))
-        rows = [rows[index] for index in alive]
+                part.select(torch.tensor(running))
+        rows = [rows[index] for index in running]
 
 
 @torch.no_grad()
 def _next_logits(
     model: GPT, rows: Sequence[_Row], cache: list[KVCache] | None
 ) -> Float[Tensor, "B V"]:
-    """Logits after each row's last token; with a filled cache only that token is run."""
+    """Compute the logits after each row's last token; with a filled cache only it is run."""
     device = model.transformer.wte.weight.device
     lengths = torch.tensor([len(row.ids) for row in rows])
     past = cache[0].length if cache is not None else 0
@@ -342,7 +341,7 @@ def _next_logits(
 
 @contextlib.contextmanager
 def _evaluating(model: GPT) -> Iterator[None]:
-    """Dropout off, and on again if it was: a caller may train between two tokens."""
+    """Turn dropout off, and on again if it was: a caller may train between two tokens."""
     if not model.training:
         yield
         return
@@ -354,7 +353,7 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 
 def _left_padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "B T"]:
-    """Rows of ids, the short ones filled with 0 on the left."""
+    """Return rows of ids, the short ones padded with 0 on the left."""
     longest = max(map(len, rows))
     return torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
 
@@ -380,7 +379,7 @@ def _as_ids(
 
 
 def _room(model: GPT, number: int, ids: Sequence[int]) -> int:
-    """How many tokens fit after the prompt."""
+    """Return the number of tokens that fit after the prompt."""
     vocab, context = model.config.vocab_size, model.config.n_positions
     if not ids:
         raise ValueError(f"prompt {number} is empty: give at least one token to go on from")

@@ -1,0 +1,255 @@
+"""Folders of models as Hugging Face lays them out: reading, checking and writing.
+
+A folder holds `config.json`, the weights in `model.safetensors` (or in shards that
+`model.safetensors.index.json` lists) and `tokenizer.json`. Every fault is a `FolderError` of one
+line that names the folder, what is wrong with it and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .._io import only_writer, write_tensors, write_whole
+from .._text import one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+
+LARGEST_WEIGHT = 2.0**64
+"""No trained weight is as large: float32 cannot hold its square. A flipped bit makes such ones."""
+
+SIZE_FACTOR = 4
+"""How many times as many weights as its files hold a config may call for."""
+
+
+class FolderError(ValueError):
+    """A model folder that cannot be read or written."""
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read the folder's `config.json`.
+
+    Raises:
+        FolderError: no such folder, no `config.json` in it, or no JSON object in that.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        kind = "is a file, and a folder was expected" if folder.exists() else "no such folder"
+        raise FolderError(f"{folder}: {kind}; name one that holds {CONFIG} and {WEIGHTS}")
+    return _read_json(folder / CONFIG)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FolderError(f"{path.parent}: holds no {path.name}; is this a model's folder?")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise FolderError(f"{path}: no JSON can be read, {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise FolderError(f"{path}: holds {type(value).__name__}, and a JSON object was expected")
+    return value
+
+
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read the folder's tokenizer.
+
+    Raises:
+        FolderError: there is no `tokenizer.json`, or it is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(folder) / TOKENIZER
+    if not path.is_file():
+        raise FolderError(f"{folder}: holds no {TOKENIZER}; copy the model's tokenizer there")
+    try:
+        return Tokenizer.from_str(path.read_text("utf-8"))
+    except Exception as error:  # the Rust library raises plain Exception
+        raise FolderError(f"{path}: no tokenizer can be read, {one_line(error)}") from None
+
+
+def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Path]:
+    """Return the folder's safetensors files: one, or the shards that its index lists.
+
+    Args:
+        model_class: the class of `transformers` that converts pickled weights.
+
+    Raises:
+        FolderError: there are none, or one that is listed is not there.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        files = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise FolderError(f"{folder / INDEX}: lists no weights under weight_map")
+        shards = sorted({str(file) for file in files.values()})
+        for shard in shards:
+            if Path(shard).name != shard or not os.path.isfile(folder / shard):
+                raise FolderError(f"{folder}: {INDEX} names {shard:.80}, which is not there")
+        return [folder / shard for shard in shards]
+    pickled = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt")])
+    if pickled:
+        target = shlex.quote(str(folder))
+        code = (
+            f"import sys; from transformers import {model_class} as M; "
+            "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+        )
+        raise FolderError(
+            f"{pickled[0]}: pickled weights can run code when opened and are not read; if you "
+            f'trust them, convert them with: python -c "{code}" {target}'
+        )
+    raise FolderError(f"{folder}: holds no {WEIGHTS} and no {INDEX}")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file that is not read yet: what the file's header says of it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def read(self) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
+def read_headers(files: Iterable[Path]) -> Iterator[StoredTensor]:
+    """Yield every tensor of safetensors files from their headers alone.
+
+    Raises:
+        FolderError: a file that is not a safetensors file, or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    part = file.get_slice(name)
+                    yield StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise FolderError(
+                f"{path}: damaged or truncated ({one_line(error)}); copy or download it again"
+            ) from None
+
+
+def check_values(tensor: Tensor, where: str) -> Tensor:
+    """Return the tensor, if its values can be those of a weight.
+
+    Raises:
+        FolderError: NaN, infinity, or a value that only a flipped bit makes.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return tensor
+    values = tensor.detach()
+    values = values if values.dtype.itemsize > 1 else values.float()
+    low, high = values.aminmax()
+    if float(low) > -LARGEST_WEIGHT and float(high) < LARGEST_WEIGHT:  # false for NaN
+        return tensor
+    wrong = ~(values.abs() < LARGEST_WEIGHT)
+    first = float(values[wrong][0])
+    raise FolderError(
+        f"{where} holds {first:.3g}, which no weight can be ({int(wrong.sum()):,} of "
+        f"{values.numel():,} values): damaged, or its training diverged; copy or download it again"
+    )
+
+
+def check_size(called: int, held: int, where: str) -> None:
+    """Compare the weights that a config calls for with those in the files, before any is allocated.
+
+    Raises:
+        FolderError: it calls for far more.
+    """
+    if called > SIZE_FACTOR * held:
+        raise FolderError(
+            f"{where}: its sizes call for {called:,} weights, and the files hold {held:,}"
+        )
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write config, weights and tokenizer; each file appears whole or not at all.
+
+    Raises:
+        FolderError: the folder cannot be created or written.
+    """
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
+    # `format` tells transformers that the tensors are PyTorch's.
+    writers: dict[str, Callable[[Path], object]] = {
+        CONFIG: lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
+        WEIGHTS: lambda path: write_tensors(path, tensors, {"format": "pt"}),
+    }
+    if tokenizer is not None:
+        text = tokenizer.to_str(pretty=True)
+        writers[TOKENIZER] = lambda path: path.write_text(text, "utf-8")
+    write_files(Path(folder), writers)
+
+
+def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> None:
+    """Let each writer fill a temporary file, then put all of them in place.
+
+    Raises:
+        FolderError: the folder cannot be created or written; what was there before is untouched.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{folder}: cannot be made, {error.strerror}") from None
+    try:
+        write_whole(folder, writers)
+    except OSError as error:
+        raise FolderError(f"{folder}: cannot be written, {one_line(error)}") from None
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Create `folder` and keep others from writing into it, as `only_writer` does.
+
+    Raises:
+        FolderError: another run is writing into it, or it cannot be created or written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FolderError(f"{folder}: is a file, and a folder was expected")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(only_writer(folder))
+        except BlockingIOError as error:
+            raise FolderError(str(error)) from None
+        except OSError as error:
+            raise FolderError(f"{folder}: cannot be written, {error.strerror}") from None
+        yield
