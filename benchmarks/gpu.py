@@ -35,7 +35,7 @@ from headwise.tutorial import timing
 from observe import materialised
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/backends/test_cuda.py", "tests/kernels/test_statistics_operator.py")
+TESTS = "tests/backends/test_cuda.py"
 SIZES = [(4, 12, t, 64) for t in (2048, 8192, 32768)] + [(4, 12, t, 128) for t in (2048, 8192)]
 FITS = 2048  # the longest context of which the T×T matrix is made
 NEVER = 10**9
@@ -136,7 +136,7 @@ def read(seen: hw.Seen) -> hw.Seen:
 
 def tests(run: Run) -> None:
     """The tests that need CUDA, each against the definition in float64."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", TESTS]
     if importlib.util.find_spec("xdist"):  # most of the time is Triton's compiler
         command += ["-n", str(min(8, os.cpu_count() or 1))]
     if run.dry:
