@@ -270,6 +270,13 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
         for key, x in found.items():
             if given[key] is not None:
                 given[key].copy_(x)
+    elif name == "sampled":
+        figures = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+        for key, x in figures.items():
+            if given[f"{key}_out"] is not None:
+                given[f"{key}_out"].copy_(x[..., given["chosen"]])
+            if f"every_{key}" in given:
+                given[f"every_{key}"].copy_(x)
     elif name == "columns":
         lse = given["top"] + given["total"].log()
         found = cpu.sums(problem, lse, given["weight"], True, None)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -78,9 +78,9 @@ class Reading(Brief):
 
     Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
     a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
-    says how many queries each stands for, and `error` is the standard error of each head's mean
-    `[H]`; or `every` gives the reading of all queries, or `whole` has its sums, and the mean is
-    exact.
+    says how many queries each stands for, and `late_error` is the standard error of each head's
+    mean `[H]`, or works it out when it is read (`error`); or `every` gives the reading of all
+    queries, or `whole` has its sums, and the mean is exact.
 
     For metrics that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
@@ -93,7 +93,7 @@ class Reading(Brief):
     rows: Tensor | None = None
     among: Tensor | None = None
     largest: bool = False
-    error: Tensor | None = None
+    late_error: Tensor | Callable[[], Tensor] | None = None
     per_key: bool = False
     over: Tensor | None = None
     sampled: bool = False
@@ -105,7 +105,8 @@ class Reading(Brief):
     def detached(self) -> Reading:
         """Return the same without a graph, with sums in place of what gives the reading of all."""
         whole = self.whole if self.every is None else self.moments
-        return replace(self, values=self.values.detach(), whole=whole, every=None)
+        own = {"values": self.values.detach(), "late_error": self.error}
+        return replace(self, **own, whole=whole, every=None)
 
     def without_values(self, why: str) -> Reading:
         """Return the reading of a metric that cannot be known for its call."""
@@ -116,6 +117,12 @@ class Reading(Brief):
         """Return what copies take along: numbers of which no graph is kept."""
         return dict(vars(self.detached()))
 
+    @cached_property
+    def error(self) -> Tensor | None:
+        """The standard error of each head's mean `[H]`, where queries were drawn."""
+        late = self.late_error
+        return late() if callable(late) else late
+
     @property
     def moments(self) -> Moments:
         """The sums that tables take of it."""
@@ -124,9 +131,9 @@ class Reading(Brief):
         if self.every is not None:
             return self.every().moments
         made = moments_of(self.values, self.rows, self.among, self.weights)
-        if self.error is None:
+        if (error := self.error) is None:
             return made
-        return replace(made, errors=(made.heads.count * self.error).square())
+        return replace(made, errors=(made.heads.count * error).square())
 
     def of_some(self, every: Callable[[], Reading] | None, weights: Tensor | None) -> Reading:
         """Return the reading as one of some queries, which are drawn if they have weights.
@@ -140,8 +147,8 @@ class Reading(Brief):
             return replace(self, sampled=True)
         if every is not None:
             return replace(self, sampled=True, weights=weights, every=every)
-        error = standard_error(values, rows.expand(values.shape), weights)
-        return replace(self, sampled=True, weights=weights, error=error)
+        error = partial(standard_error, values, rows.expand(values.shape), weights)
+        return replace(self, sampled=True, weights=weights, late_error=error)
 
     @property
     def of_heads(self) -> bool:
@@ -157,7 +164,7 @@ TOGETHER = 1 << 19
 
 def form_of(reading: Reading) -> object | None:
     """Return what must be equal in readings that stand side by side; `None` of a map or a list."""
-    x, parts = reading.values, (reading.rows, reading.among, reading.error, reading.weights)
+    x, parts = reading.values, (reading.rows, reading.among, reading.late_error, reading.weights)
     if not reading.of_heads:
         return None
     if reading.unknown or x.numel() > TOGETHER:
@@ -193,7 +200,7 @@ def side_by_side(readings: Sequence[Reading]) -> Reading:
         values=torch.cat([one.values for one in readings], 1),
         rows=joined([one.rows for one in readings], sizes),
         among=joined([one.among for one in readings], sizes),
-        error=joined([one.error for one in readings]),
+        late_error=joined([one.error for one in readings]),
         weights=joined([one.weights for one in readings], [size[1:] for size in sizes]),
         whole=whole,
         every=partial(_every, readings) if first.every else None,
