@@ -62,7 +62,7 @@ def draw(
     ordered = (_sort if readable(rows) else _sorted)(rows, of)
     if len(ordered) == of:
         return None
-    return Sample(ordered.to(device), None)
+    return Sample(ordered.to(device, non_blocking=True), None)
 
 
 EARLY = 1 / 3
