@@ -403,16 +403,22 @@ def training(
     x = ids.repeat(batch, 1)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=not run.dry)
     called: Any = compiled(run, model) if whole else model
+    monitor = None
     if every is not None:
-        hw.Monitor(called, optimizer, every=every, statistics=SIX, queries=None, rules=())
+        monitor = hw.Monitor(called, optimizer, every=every, statistics=SIX, queries=None, rules=())
+        monitor.pause()  # while others take their turns
 
     def step() -> Tensor:
+        if monitor is not None:
+            monitor.resume()
         found = called(x, use_cache=False) if is_transformers(model) else called(x)
         logits = getattr(found, "logits", found)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if monitor is not None:
+            monitor.pause()
         return loss.detach()
 
     return step
