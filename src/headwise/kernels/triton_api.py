@@ -401,7 +401,10 @@ def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> di
     if name == "columns":
         return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
     if not values:
-        return {"BM": 64, "BN": 64 if tables else 128, "num_warps": 4, "num_stages": 3}
+        keys = (64 if wide <= 64 else 32) if tables else 128
+        if name == "sampled":  # so few programs that the time of one is that of all: more warps
+            return {"BM": 64, "BN": 2 * keys, "num_warps": 8, "num_stages": 2}
+        return {"BM": 64, "BN": keys, "num_warps": 4, "num_stages": 3}
     if wide <= 64:
         return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3}
     return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 2}

@@ -127,7 +127,7 @@ def _scores(
             s -= tl.load(slopes + h) * tl.abs(pos - j).to(tl.float32)
         if bias is not None:
             place = bias + b * bias_at[0] + h * bias_at[1] + i.to(tl.int64) * bias_at[2]
-            s += tl.load(place + j * bias_at[3], mask=j < keys, other=0.0)
+            s += tl.load(place + j.to(tl.int64) * bias_at[3], mask=j < keys, other=0.0)
     if MASKED:
         ok = (j >= 0) & (j < keys) & (j >= low) & (j < high)
         if CAUSAL:
@@ -136,7 +136,7 @@ def _scores(
             ok &= j > pos - window
         if allowed is not None:
             place = allowed + b * allowed_at[0] + h * allowed_at[1] + i.to(tl.int64) * allowed_at[2]
-            ok &= tl.load(place + j * allowed_at[3], mask=j < keys, other=0) != 0
+            ok &= tl.load(place + j.to(tl.int64) * allowed_at[3], mask=j < keys, other=0) != 0
         s = tl.where(ok, s, float("-inf"))
     return s, bend
 
