@@ -443,15 +443,13 @@ class WatchedModule:
 def _state_of(reading: Reading) -> dict[str, Any]:
     """A reading as plain values and tensors."""
     reading = reading.detached()
-    state = vars(reading) | {"whole": None if reading.whole is None else vars(reading.whole)}
-    return state | {"error": state.pop("late_error")}
+    return vars(reading) | {"whole": None if reading.whole is None else vars(reading.whole)}
 
 
 def _reading_of(state: dict[str, Any]) -> Reading:
     """What `_state_of()` gave; older files lack some of it."""
-    whole, error = (state.get(name) for name in ("whole", "error"))
-    own = {name: value for name, value in state.items() if name not in ("whole", "error")}
-    reading = Reading(**own, late_error=error)
+    whole = state.get("whole")
+    reading = Reading(**{name: value for name, value in state.items() if name != "whole"})
     return reading if whole is None else replace(reading, whole=Moments(**whole))
 
 
@@ -469,7 +467,7 @@ def _check_reading(reading: Reading, heads: int) -> None:
             raise ValueError(f"rows that are {rows.dtype}")
     if reading.over is not None:
         reading.over.expand(reading.values.shape)
-    if (error := reading.error) is not None and error.shape != (heads,):
+    if reading.error is not None and reading.error.shape != (heads,):
         raise ValueError(f"errors of other heads than {heads}")
     if reading.weights is not None:
         reading.weights.expand(reading.values.shape[:3])

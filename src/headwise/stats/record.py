@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +67,31 @@ class Record:
         return Record(self.view.without_tensors(), answers, lse=self.lse, every=every)
 
 
+class _Late:
+    """A field, `None` by default, that may be given as a function: that is called when it is read.
+
+    >>> @dataclass(frozen=True)
+    ... class Circle:
+    ...     area: int | None = _Late()
+    >>> Circle().area, Circle(3).area, Circle(lambda: 4).area
+    (None, 3, 4)
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: object | None, kind: type | None = None) -> Any:
+        if owner is None:
+            return None
+        value = vars(owner)[self.name]
+        if callable(value):
+            value = vars(owner)[self.name] = value()
+        return value
+
+    def __set__(self, owner: object, value: object) -> None:
+        vars(owner)[self.name] = value
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Reading(Brief):
     """One metric of every head: its tensor, and the rows that count in a mean.
@@ -78,9 +103,9 @@ class Reading(Brief):
 
     Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
     a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
-    says how many queries each stands for, and `late_error` is the standard error of each head's
-    mean `[H]`, or works it out when it is read (`error`); or `every` gives the reading of all
-    queries, or `whole` has its sums, and the mean is exact.
+    says how many queries each stands for, and `error` is the standard error of each head's mean
+    `[H]`, worked out when it is first read; or `every` gives the reading of all queries, or `whole`
+    has its sums, and the mean is exact.
 
     For metrics that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
@@ -93,7 +118,7 @@ class Reading(Brief):
     rows: Tensor | None = None
     among: Tensor | None = None
     largest: bool = False
-    late_error: Tensor | Callable[[], Tensor] | None = None
+    error: Tensor | None = _Late()  # type: ignore[assignment]
     per_key: bool = False
     over: Tensor | None = None
     sampled: bool = False
@@ -105,8 +130,7 @@ class Reading(Brief):
     def detached(self) -> Reading:
         """Return the same without a graph, with sums in place of what gives the reading of all."""
         whole = self.whole if self.every is None else self.moments
-        own = {"values": self.values.detach(), "late_error": self.error}
-        return replace(self, **own, whole=whole, every=None)
+        return replace(self, values=self.values.detach(), whole=whole, every=None)
 
     def without_values(self, why: str) -> Reading:
         """Return the reading of a metric that cannot be known for its call."""
@@ -116,12 +140,6 @@ class Reading(Brief):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies take along: numbers of which no graph is kept."""
         return dict(vars(self.detached()))
-
-    @cached_property
-    def error(self) -> Tensor | None:
-        """The standard error of each head's mean `[H]`, where queries were drawn."""
-        late = self.late_error
-        return late() if callable(late) else late
 
     @property
     def moments(self) -> Moments:
@@ -147,8 +165,8 @@ class Reading(Brief):
             return replace(self, sampled=True)
         if every is not None:
             return replace(self, sampled=True, weights=weights, every=every)
-        error = partial(standard_error, values, rows.expand(values.shape), weights)
-        return replace(self, sampled=True, weights=weights, late_error=error)
+        error: Any = partial(standard_error, values, rows.expand(values.shape), weights)
+        return replace(self, sampled=True, weights=weights, error=error)
 
     @property
     def of_heads(self) -> bool:
@@ -164,7 +182,7 @@ TOGETHER = 1 << 19
 
 def form_of(reading: Reading) -> object | None:
     """Return what must be equal in readings that stand side by side; `None` of a map or a list."""
-    x, parts = reading.values, (reading.rows, reading.among, reading.late_error, reading.weights)
+    x, parts = reading.values, (reading.rows, reading.among, reading.error, reading.weights)
     if not reading.of_heads:
         return None
     if reading.unknown or x.numel() > TOGETHER:
@@ -200,7 +218,7 @@ def side_by_side(readings: Sequence[Reading]) -> Reading:
         values=torch.cat([one.values for one in readings], 1),
         rows=joined([one.rows for one in readings], sizes),
         among=joined([one.among for one in readings], sizes),
-        late_error=joined([one.error for one in readings]),
+        error=joined([one.error for one in readings]),
         weights=joined([one.weights for one in readings], [size[1:] for size in sizes]),
         whole=whole,
         every=partial(_every, readings) if first.every else None,

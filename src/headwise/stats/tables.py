@@ -57,9 +57,9 @@ def summarise(readings: Sequence[Reading], texts: bool = False) -> HeadSummary |
         error = every.error(mean)
     else:
         errors = [
-            part[1] / count.clamp(min=1) * own.cpu()
+            part[1] / count.clamp(min=1) * reading.error.cpu()
             for part, reading in zip(counted, readings, strict=True)
-            if (own := reading.error) is not None
+            if reading.error is not None
         ]
         error = torch.linalg.vector_norm(torch.stack(errors), dim=0) if errors else None
     return HeadSummary(mean, coverage, error, count=count, unknown=unknown)
