@@ -16,7 +16,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
+.PHONY: run test test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench gpu native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -145,6 +145,11 @@ lint: .venv/.dev
 bench: .venv/.bench $(COMPILED)
 	@$(BIN)/python benchmarks/layer.py
 	@$(BIN)/python benchmarks/observe.py
+
+# On a machine with a GPU: its tests, then benchmarks/gpu.py, with a python3 that has PyTorch, pytest and headwise's
+# dependencies; no .venv, no network. `make gpu PARTS=observe,watch SECONDS=150` runs some parts within a time.
+gpu:
+	@PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(PARTS),--parts $(PARTS)) --seconds $(or $(SECONDS),460)
 
 native: $(LIBRARY)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import headwise as hw
+import recording
 from headwise.tutorial import timing
 from statistic_sets import six
 
@@ -81,7 +82,8 @@ def contenders(tokens: int, stack: ExitStack) -> dict[str, Callable[[], list[Ten
     for _ in range(3):
         torch.manual_seed(0)
         models.append(GPT())
-    plain, watched, monitored = (torch.compile(model) for model in models)
+    compiled: list[Any] = [torch.compile(model) for model in models]
+    plain, watched, monitored = compiled
     optimizer = torch.optim.SGD(models[2].parameters(), lr=0.0)
     stack.enter_context(hw.Monitor(monitored, optimizer, every=1))
 
@@ -135,10 +137,10 @@ def main() -> None:
         spread = f"{beside.median:.3f} ({beside.low:.3f} to {beside.high:.3f})"
         lines.append([name, f"{1e3 * time.median:.1f}", spread])
     said = f"{LAYERS} layers of width {WIDTH}, T {chosen.tokens}, inductor, {chosen.threads} thread"
-    timing.show(said, ["", "ms", "× a step"], lines)
+    recording.show(said, ["", "ms", "× a step"], lines)
     if not chosen.no_record:
         settings = {"rounds": chosen.rounds, "tokens": chosen.tokens, "threads": chosen.threads}
-        print(f"kept in {timing.record('compiled', settings, rows, RESULTS)}")
+        print(f"kept in {recording.record('compiled', settings, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from headwise.tutorial.timing import Spread, limits, machine
 
 
@@ -111,6 +108,9 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 def show(title: str, columns: list[str], lines: list[list[str]]) -> None:
     """Prints a table; the first column is left-aligned, figures right-aligned."""
+    from rich.console import Console  # not on every machine with a GPU
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)

@@ -255,6 +255,9 @@ def _attention(
 def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
     """Launch a Triton kernel: the numbers come from the C++ kernel."""
     problem = tree_map(_inner, problem._replace(images=None))
+    if problem.v is not None and problem.v.dtype != problem.q.dtype:  # as of block maps
+        wide = {name: getattr(problem, name).float() for name in "qkv"}
+        problem = problem._replace(**wide)
     given = {key: _inner(x) for key, x in rest.items()}
     known = name == "forward" and given["lse"] is not None
     _kernel(f"triton {name}{', LSE known' if known else ''}")
@@ -270,6 +273,13 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
         for key, x in found.items():
             if given[key] is not None:
                 given[key].copy_(x)
+    elif name == "sampled":
+        figures = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+        for key, x in figures.items():
+            if given[f"{key}_out"] is not None:
+                given[f"{key}_out"].copy_(x[..., given["chosen"]])
+            if f"every_{key}" in given:
+                given[f"every_{key}"].copy_(x)
     elif name == "columns":
         lse = given["top"] + given["total"].log()
         found = cpu.sums(problem, lse, given["weight"], True, None)[0]
@@ -319,12 +329,17 @@ def _guard() -> str:
     return ""
 
 
+def needs_guard() -> None:
+    """Skip a test where PyTorch cannot be let switch to a CUDA device that is not there."""
+    if missing := _guard():
+        pytest.skip(missing)
+
+
 @contextmanager
 def simulated() -> Iterator[Count]:
     """Run what is inside with a simulated GPU: `device="cuda"` works there, and is counted."""
     global _count
-    if missing := _guard():
-        pytest.skip(missing)
+    needs_guard()
     _count = Count()
     library = torch.library.Library("aten", "IMPL")
     plain = calls._PLAIN | {OnGpu}

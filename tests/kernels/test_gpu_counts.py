@@ -74,15 +74,37 @@ def test_attend_is_one_kernel(gpu: Count) -> None:
         assert not gpu.waits, f"{mask}: {gpu}"
 
 
-def test_what_is_observed_and_not_read(gpu: Count) -> None:
-    """The output, and one launch for all statistics."""
+@pytest.mark.parametrize("queries", [None, 16])
+def test_what_is_observed_and_not_read(gpu: Count, queries: int | None) -> None:
+    """The output, and one launch for all statistics, of all queries or of sampled ones."""
     q, k, v = qkv()
     for _ in range(2):
         gpu.clear()
-        hw.observe(q, k, v, *SIX, mask=hw.Causal())
+        hw.observe(q, k, v, *SIX, mask=hw.Causal(), queries=queries)
     assert len(gpu.kernels) == 2, str(gpu)
-    assert "triton forward, LSE known" in dict(gpu.kernels), "the fused kernel gives it"
+    name = "triton forward, LSE known" if queries is None else "triton sampled"
+    assert name in dict(gpu.kernels), "the fused kernel gives it"
     assert not gpu.waits, str(gpu)
+
+
+def test_sampled_queries_have_the_numbers_of_the_cpu(gpu: Count) -> None:
+    """At the same queries; largest scores and masses are of all of them, and so are exact."""
+    here = qkv(torch.float32)
+    seen = hw.observe(*here, *SIX, mask=hw.Causal(), queries=16)
+    there = [x.cpu() for x in here]
+    want = hw.observe(*there, *SIX, mask=hw.Causal(), queries=16, backend="eager")
+    assert torch.equal(seen.queries.cpu(), want.queries)
+    for name in ("entropy", "distance", "first", "previous", "self"):
+        torch.testing.assert_close(seen[name].cpu(), want[name], rtol=1e-4, atol=1e-5, msg=name)
+    every = hw.observe(*there, *SIX, mask=hw.Causal(), backend="eager")
+    for name in ("max_logit", "first", "previous", "self"):
+        exact = seen.readings[name].every
+        assert (exact is None) == (name == "max_logit"), name  # which is that of all as it stands
+        values = seen[name] if exact is None else exact().values
+        torch.testing.assert_close(values.cpu(), every[name], rtol=1e-4, atol=1e-5, msg=name)
+    for name in ("entropy", "distance"):
+        assert seen.readings[name].every is None, name
+        assert seen.readings[name].error is not None, name
 
 
 @pytest.mark.parametrize("name", ["causal", "padded"])

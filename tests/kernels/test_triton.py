@@ -153,48 +153,155 @@ def test_rows_that_are_no_numbers() -> None:
         assert right.isnan().sum() == 2, name
 
 
-LENGTHS = """
+DRIVER = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 class Driver:  # of a GPU that is not there
     launcher_cls = None
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_target(self): return GPUTarget("cuda", CAPABILITY, 32)
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
     def get_active_torch_device(self): return torch.device("cpu")
     def map_python_to_cpp_type(self, kind): return kind
 
+driver.set_active(Driver())
+from headwise.kernels import triton_api
+from headwise.kernels.interface import FIGURES, Problem, Terms
+"""
+
+LENGTHS = """
 class Compiled:
     metadata = packed_metadata = function = None
     name = hash = "forward"
     def launch_metadata(self, *_): return None
     def run(self, *_): pass
+    def __getitem__(self, grid):
+        launched.append(grid)
+        return lambda *arguments: lean.append(len(arguments))
 
 def compile(self, key, signature, device, *_):
     compiled.append(key)
     found = self.device_caches[device][0][key] = Compiled()
     return found
 
-driver.set_active(Driver())
 jit.JITFunction._do_compile = compile
-compiled = []
+compiled, launched, lean = [], [], []
 
-from headwise.kernels import triton_api
-from headwise.kernels.interface import Problem, Terms
+for _ in range(3):
+    for queries, keys in ((1, 16), (1, 17), (2, 33), (16, 16), (17, 17), (100, 100), (101, 101)):
+        q, k = (torch.empty(2, n, 4, 64).transpose(1, 2) for n in (queries, keys))
+        terms = Terms(offset=keys - queries, causal=True)
+        triton_api.forward(Problem(q, k, k, None, terms, 0.125, 0.0), 127)
+arguments = len(triton_api._kernels().forward.arg_names)
+print(len(compiled), len(triton_api._PLANS), len(lean), {*lean} == {arguments}, launched[0])
+"""
 
-for queries, keys in ((1, 16), (1, 17), (2, 33), (16, 16), (17, 17), (100, 100), (101, 101)):
-    q, k = (torch.randn(2, n, 4, 64).transpose(1, 2) for n in (queries, keys))
-    terms = Terms(offset=keys - queries, causal=True)
-    triton_api.forward(Problem(q, k, k, None, terms, 0.125, 0.0), 127)
-print(len(compiled))
+COMPILED = """
+import sys
+name, dim = sys.argv[1], int(sys.argv[2])
+found = []
+
+class Kernel:
+    def __init__(self, kernel): self.kernel, self.arg_names = kernel, kernel.arg_names
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            made = self.kernel.warmup(*arguments, grid=grid, **options)
+            found.append((self.kernel.__name__, made.asm["cubin"][:4]))
+        return launch
+
+kernels = triton_api._kernels()
+for one in ("forward", "sampled", "columns", "backward_queries", "backward_keys"):
+    setattr(kernels, one, Kernel(getattr(kernels, one)))
+B, H, G, T = 2, 4, 2, 300
+masks = {
+    "causal": Terms(offset=0, causal=True),
+    "window": Terms(causal=True, window=40, low=torch.zeros(B, 1, T).long()),
+    "table": Terms(allowed=torch.ones(1, 1, T, T).bool(), slopes=torch.ones(H)),
+}
+q, k, v = (torch.empty(B, h, T, dim, dtype=torch.bfloat16) for h in (H, G, G))
+problem, lse = Problem(q, k, v, None, masks[name], 0.125, 0.0), torch.empty(B, H, T)
+triton_api.forward(problem, 127)
+triton_api.statistics(problem._replace(v=None), 126, torch.empty(6, B, H, T), lse)
+triton_api.sampled(problem._replace(v=None), 127, torch.arange(40), lse, 0b1110010)
+triton_api.sums(problem._replace(v=None), lse, None, True, None)
+figures = dict.fromkeys(("lse", "entropy", "ahead", "first", "previous", "self"), lse)
+triton_api.backward(problem, q, figures, q, figures, (True, True, True, False))
+assert {elf for _, elf in found} == {b"\\x7fELF"}
+print(*sorted({one for one, _ in found}))
 """
 
 
-def test_other_lengths_compile_nothing_again() -> None:
-    """Prefill and each step of decoding run one compiled kernel."""
+def without_gpu(script: str, *arguments: str, capability: int = 90) -> str:
+    """Run a script for a GPU that is not there, where kernels are compiled and not interpreted."""
     own = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", LENGTHS]
+    driver = DRIVER.replace("CAPABILITY", str(capability))
+    command = [sys.executable, "-c", driver + script, *arguments]
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "1", done.stdout + done.stderr
+    return done.stdout.strip() or done.stderr
+
+
+def test_other_lengths_compile_nothing_again() -> None:
+    """Prefill and each step of decoding run one compiled kernel.
+
+    A call like one before has its arguments ready: Triton does not look at each of them again.
+    """
+    assert without_gpu(LENGTHS) == "1 7 14 True (8, 1, 1)"
+
+
+@pytest.mark.parametrize(("name", "dim"), [("causal", 80), ("window", 64), ("table", 128)])
+def test_the_compiler_takes_every_kernel(name: str, dim: int) -> None:
+    """The interpreter takes more than the compiler, which needs no GPU."""
+    every = "backward_keys backward_queries columns forward sampled"
+    assert without_gpu(COMPILED, name, str(dim)) == every
+
+
+SAMPLED = {
+    "causal": (40, 53, Terms(offset=13, causal=True)),
+    "window": (53, 53, Terms(causal=True, window=9)),
+    "ranges": (33, 33, Terms(low=torch.arange(33).sub(7).clamp(0).view(1, 1, 33), causal=True)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_queries(name: str, dtype: torch.dtype) -> None:
+    """The figures of some queries and, of all, the largest score and masses of single keys."""
+    t, s, terms = SAMPLED[name]
+    q, k = torch.randn(B, H, t, 40).to(dtype), torch.randn(B, 2, s, 40).to(dtype)
+    problem = Problem(q, k, None, torch.randn(H), terms, 0.25, 0.0)
+    figures = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    rows, lse = torch.tensor([0, 1, 5, *range(8, 27), t - 2, t - 1]), figures["lse"]
+    assert lse is not None
+    of_all = ("max", "first", "previous", "self")
+    found = cuda.sampled(problem, 127, rows, lse, sum(BIT[one] for one in of_all))
+    for one, some, every in zip(FIGURES, *found, strict=True):
+        right = figures[one]
+        assert right is not None
+        assert_near(some, right[:, :, rows], dtype, f"{one} of the sampled queries")
+        assert_near(every, right if one in of_all else None, dtype, f"{one} of all queries")
+    some, every = cuda.sampled(problem, BIT["entropy"], rows, lse)
+    right = figures["entropy"]
+    assert right is not None
+    assert_near(some[FIGURES.index("entropy")], right[:, :, rows], dtype, "entropy alone")
+    assert every == [None] * len(FIGURES)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "window", "forbidding bias", "documents"])
+def test_blocks_in_which_all_queries_see_all_keys(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small blocks, so that some are open, some masked, and some are skipped."""
+    small = {"BM": 16, "BN": 16, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(cuda, "_blocks", lambda *_: dict(small))
+    cuda._chosen.cache_clear()
+    cuda._PLANS.clear()
+    try:
+        t, s, g = 36, 53, 1
+        q, k, v = torch.randn(B, H, t, 40), torch.randn(B, g, s, 40), torch.randn(B, g, s, 24)
+        terms = terms_of(as_mask(MASKS_WITH_POSITIONS[name](t, s)), Extent(B, H, g, t, s), q.device)
+        assert_equal(Problem(q, k, v, None, terms, 0.2, 0.0))
+    finally:
+        cuda._chosen.cache_clear()
+        cuda._PLANS.clear()

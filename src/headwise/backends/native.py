@@ -8,6 +8,7 @@ ranges of keys or tables (`native_masks.py`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -106,6 +107,28 @@ class Native(Backend):
             return replace(given, out=out)
         return _computed(call, call.v, wishes, gradients)
 
+    def sampled(
+        self, call: Call, wishes: Iterable[str], rows: Int[Tensor, " n"], every: bool
+    ) -> tuple[Figures, Figures] | None:
+        """Return output and LSE of all queries, and the LSE and figures of the queries `rows`.
+
+        With `every`, largest scores and the masses of single keys are of all queries, too. The
+        figures have no gradient. `None` where one pass over all queries costs no more: where it
+        is this kernel that makes the output, or PyTorch's gives no log-sum-exp.
+        """
+        if not _fused(call):
+            return None
+        wishes = ("lse", *wishes)
+        out, lse = Sdpa().run(call)
+        of_all = [name for name in wishes if every and name in _OF_ALL]
+        found = native_ops.sampled(
+            _problem(call, None), bits_of(wishes), rows, lse.detach(), bits_of(of_all)
+        )
+        if found is None:
+            return None
+        some, whole = found
+        return Figures(out, lse, *whole[1:]), Figures(None, *some)
+
     def figures(self, call: Call, wishes: Iterable[str], lse: Tensor | None = None) -> Figures:
         """Return the same without the output; the values are not read.
 
@@ -141,6 +164,15 @@ class Native(Backend):
         _, found = native_ops.sums(_problem(call, None), lse, weight, False, cut)
         assert found is not None
         return found
+
+
+_OF_ALL = ("max", "first", "previous", "self")
+"""Figures that are taken of all queries where some are sampled: maxima and masses that few hold."""
+
+
+def bits_of(wishes: Iterable[str]) -> int:
+    """Return the sum of the bits of these figures."""
+    return functools.reduce(lambda bits, name: bits | native_ops.BIT[name], wishes, 0)
 
 
 def _refuse_on_cuda(call: Call) -> Iterator[str]:
@@ -219,9 +251,7 @@ def _computed(
     gradients: bool = True,
     lse: Tensor | None = None,
 ) -> Figures:
-    bits = native_ops.BIT["lse"]
-    for wish in wishes:
-        bits |= native_ops.BIT[wish]
+    bits = bits_of(("lse", *wishes))
     again = partial(_again, call.mask, call.extent)
     return Figures(*native_ops.compute(_problem(call, v), bits, again, gradients, lse=lse))
 

@@ -324,7 +324,9 @@ def _in_sixteens(x: Tensor) -> Tensor:
     """Return the tensor with batch rows, heads and positions at multiples of 16 bytes."""
     steps = zip(x.shape, x.stride(), strict=True)
     whole = all(step * x.element_size() % 16 == 0 for n, step in list(steps)[:3] if n > 1)
-    return x if whole and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    # Fake tensors lie nowhere; storage begins at a multiple of more bytes.
+    start = x.data_ptr() if readable(x) else x.storage_offset() * x.element_size()
+    return x if whole and start % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _cudnn_serves(q: Tensor) -> bool:

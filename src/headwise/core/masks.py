@@ -354,7 +354,7 @@ def alibi_slopes(
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
-    return torch.tensor(slopes, dtype=dtype, device=device)
+    return torch.tensor(slopes, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:

@@ -64,6 +64,11 @@ def forward_derivatives() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def read_at_once(x: Tensor) -> bool:
+    """Return True if a tensor's numbers can be read, and nothing waits for a device meanwhile."""
+    return x.device.type == "cpu" and readable(x)
+
+
 def readable(x: Tensor) -> bool:
     """Return True if a tensor's numbers can be read: it has some, and the call is not traced."""
     if traced() or transformed() or x.is_meta or isinstance(x, FakeTensor):

@@ -88,6 +88,22 @@ def statistics(
         torch.ops.headwise.statistics(q, k, sinks, *terms, scale, softcap, lse, into, on, wishes)
 
 
+def sampled(
+    problem: Problem, wishes: int, rows: Tensor, lse: Tensor, every: int = 0
+) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+    """Figures of the queries `rows`, and of all queries others, from their log-sum-exp.
+
+    They have no gradient. `None` where no kernel makes them in one launch: on CPUs, and where
+    somebody follows operators.
+    """
+    q, k, sinks = problem.q.detach(), problem.k.detach(), problem.sinks
+    sinks = None if sinks is None else sinks.detach()
+    problem = problem._replace(q=q, k=k, v=None, sinks=sinks)
+    if not q.is_cuda or not _by_pointer(problem, rows, lse):
+        return None
+    return cuda.sampled(problem, wishes, rows, lse, every)
+
+
 def output(problem: Problem) -> Tensor | None:
     """The output alone, without gradient.
 

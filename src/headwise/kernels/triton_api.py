@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ WIDEST_EXACT = 128
 
 COLUMNS = 64
 """Of a block map, how many are made in one pass: as values they are in float32."""
+
+FEW = 16
+"""How many sampled queries a program takes at a time: there are so few that many share the keys."""
 
 _BEYOND = 2**30
 """Farther than any key."""
@@ -72,6 +75,38 @@ def statistics(
     out = None if problem.v is None else output_like(problem.q, problem.v)
     _forward(problem, out, found, None if lse is None else lse.contiguous(), on)
     return out
+
+
+def sampled(
+    problem: Problem, wishes: int, rows: Tensor, lse: Tensor, every: int = 0
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The figures of the queries `rows` `[n]` (int64, ascending), and of all queries others.
+
+    `wishes` and `every` have a bit for each: `[B, H, n]` and `[B, H, T]`; of all queries there are
+    the largest score and the masses of single keys. That is one launch, given the log-sum-exp of
+    all queries.
+    """
+    q = problem.q
+    extents = (wishes, len(rows)), (every, q.shape[2])
+    some, whole = (
+        q.new_empty((bits.bit_count(), *q.shape[:2], n), dtype=torch.float32) if bits else None
+        for bits, n in extents
+    )
+    some_rows, every_rows = (_rows_of(wished, x) for wished, x in ((wishes, some), (every, whole)))
+    named = {f"{name}_out": x for name, x in zip(FIGURES, some_rows, strict=True)}
+    named |= {
+        f"every_{name}": x for name, x in zip(FIGURES, every_rows, strict=True) if x is not None
+    }
+    programs = -(-len(rows) // FEW) * q.shape[0] * q.shape[1]
+    named |= {"lse": lse.contiguous(), "chosen": rows, "count": len(rows), "programs": programs}
+    _launch("sampled", problem._replace(v=None), "queries" if every else "", **named)
+    return some_rows, every_rows
+
+
+def _rows_of(bits: int, into: Tensor | None) -> list[Tensor | None]:
+    """Of a tensor that has a row for each bit, that row at the place of each figure."""
+    rows = iter(() if into is None else into.unbind())
+    return [next(rows) if bits >> bit & 1 else None for bit in range(len(FIGURES))]
 
 
 def _forward(
@@ -211,58 +246,121 @@ def _block_map(
     return table
 
 
+class _Plan(NamedTuple):
+    """A kernel with its arguments in order, `None` where those of a single launch belong."""
+
+    kernel: Any
+    arguments: list[Any]
+    places: dict[str, int]
+    tensors: tuple[tuple[int, int], ...]
+    """Places of the problem's own tensors, and which of them."""
+    options: dict[str, int]
+    blocks: int
+    """The rows, or keys, that a program takes at a time."""
+    compiled: dict[tuple[Any, ...], Any]
+    """What Triton has compiled, by all that it looks at in the arguments of a launch."""
+
+
+_PLANS: dict[tuple[Any, ...], _Plan] = {}
+_MOST_PLANS = 512
+
+
 def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
     """Run a kernel, with a program for each block of queries or of keys of each head."""
     q, k, v, sinks, terms, scale, softcap = problem[:7]
-    heads, kv_heads = q.shape[1], k.shape[1]
-    wide = 0 if v is None else v.shape[3]
-    kernel, known, chosen = _chosen(name, q.shape[3], wide, q.dtype, None if v is None else v.dtype)
-    asked: dict[str, Any] = {
-        **{"q": q, "k": k, "v": v, "sinks": sinks},
+    tensors = (q, k, v, sinks, *terms[:6])
+    about = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    key = (name, *about, terms[6:], scale, softcap)
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        plan = _PLANS[key] = _plan(name, problem)
+    arguments, places = plan.arguments.copy(), plan.places
+    variant: list[Any] = [q.device]
+    for place, number in plan.tensors:
+        x = tensors[number]
+        arguments[place] = x
+        variant.append(x.data_ptr() % 16)  # type: ignore[union-attr]
+    if terms.allowed is not None:
+        arguments[places["allowed"]] = terms.allowed.view(torch.uint8)
+    for one, value in rest.items():
+        arguments[places[one]] = value
+        if isinstance(value, Tensor):
+            variant.append((value.dtype, value.data_ptr() % 16))
+        elif type(value) is not int:  # for which nothing is compiled
+            variant.append(value)
+    length = {"queries": q.shape[2], "keys": k.shape[2]}.get(over, 0)
+    rows = q.shape[0] * (k if name == "backward_keys" else q).shape[1]
+    programs = rest.get("programs", 0) + -(-length // plan.blocks) * rows
+    elsewhere = q.is_cuda and q.device.index != torch.cuda.current_device()
+    with torch.cuda.device(q.device) if elsewhere else nullcontext():
+        variant_key = tuple(variant)
+        compiled = plan.compiled.get(variant_key)
+        if compiled is not None:  # which spares Triton's own look at every argument
+            compiled[programs, 1, 1](*arguments)
+            return
+        compiled = plan.kernel[(programs,)](*arguments, **plan.options)
+        if hasattr(compiled, "packed_metadata"):  # neither interpreted nor still being compiled
+            plan.compiled[variant_key] = compiled
+
+
+def _plan(name: str, problem: Problem) -> _Plan:
+    """Put together what launches of one kind have in common."""
+    q, k, v, sinks, terms, scale, softcap = problem[:7]
+    wide, heads = 0 if v is None else v.shape[3], q.shape[1]
+    tables = terms.allowed is not None or terms.bias is not None
+    kernel, chosen, options = _chosen(
+        name, q.shape[3], wide, q.dtype, None if v is None else v.dtype, tables
+    )
+    given: dict[str, Any] = {
         **{"q_at": q.stride(), "k_at": k.stride(), "v_at": None if v is None else v.stride()},
-        **{"heads": heads, "group": heads // kv_heads, "D": q.shape[3], "DV": wide},
+        **{"heads": heads, "group": heads // k.shape[1], "D": q.shape[3], "DV": wide},
         **{"queries": q.shape[2], "keys": k.shape[2], "offset": terms.offset},
         **{"scale": float(scale), "softcap": softcap or None, "CAUSAL": terms.causal},
-        **{"window": min(terms.window, _BEYOND) or None, "slopes": terms.slopes},
-        **{"position": terms.position, **_shared(terms), **rest},
+        **{"window": min(terms.window, _BEYOND) or None, **_strides(terms), **chosen},
     }
-    block = chosen["BM"] if over == "queries" else chosen["BN"]
-    length = q.shape[2] if over == "queries" else k.shape[2]
-    rows = q.shape[0] * (kv_heads if name == "backward_keys" else heads)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        kernel[(-(-length // block) * rows,)](
-            **{x: y for x, y in asked.items() if x in known}, **chosen
-        )
+    places = {one: place for place, one in enumerate(kernel.arg_names)}
+    own = ("q", "k", "v", "sinks", *Terms._fields[:6])
+    tensors = (q, k, v, sinks, *terms[:6])
+    return _Plan(
+        kernel,
+        [given.get(one) for one in places],
+        places,
+        tuple(
+            (places[one], number)
+            for number, (one, x) in enumerate(zip(own, tensors, strict=True))
+            if one in places and x is not None
+        ),
+        options,
+        chosen["BN" if name in ("columns", "backward_keys") else "BM"],
+        {},
+    )
 
 
 @functools.cache
 def _chosen(
-    name: str, dim: int, wide: int, dtype: torch.dtype, dtype_v: torch.dtype | None
-) -> tuple[Any, frozenset[str], dict[str, Any]]:
-    """A kernel, its arguments, and those of them that its sizes and dtypes say."""
+    name: str, dim: int, wide: int, dtype: torch.dtype, dtype_v: torch.dtype | None, tables: bool
+) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """A kernel, those of its arguments that sizes and dtypes say, and how it is run."""
     kernel = getattr(_kernels(), name)
-    known = frozenset(kernel.arg_names)
-    sizes = {"BD": _power(dim), "BV": _power(wide)}
-    blocks = _blocks(
-        name, max(sizes.values()), torch.float32 in (dtype, dtype_v), dtype_v is not None
-    )
-    chosen = {
-        **{"EVEN": sizes["BD"] == dim, "EVEN_V": sizes["BV"] == wide, **sizes},
-        **{"PRECISION": _precision(dtype), "PRECISION_V": _precision(dtype_v), **blocks},
-    }
-    meant = known | {"num_warps", "num_stages"}
-    return kernel, known, {x: y for x, y in chosen.items() if x in meant}
+    first, more = _pieces(dim) if "BE" in kernel.arg_names else (_power(dim), 0)
+    sizes = {"BD": first, "BE": more, "BV": _power(wide)}
+    exact = torch.float32 in (dtype, dtype_v)
+    widest = max(first + more, sizes["BV"])
+    blocks = _blocks(name, widest, exact, dtype_v is not None, tables)
+    options = {one: blocks.pop(one) for one in ("num_warps", "num_stages")}
+    precise = {"PRECISION": _precision(dtype), "PRECISION_V": _precision(dtype_v)}
+    even = {"EVEN": first + more == dim, "EVEN_V": sizes["BV"] == wide}
+    return kernel, sizes | even | precise | blocks | {"FEW": FEW}, options
 
 
-def _shared(terms: Terms) -> dict[str, Any]:
-    """Ranges and tables with their strides, 0 along axes that all share."""
+def _strides(terms: Terms) -> dict[str, Any]:
+    """The strides of ranges and tables, 0 along axes that all share."""
     found: dict[str, Any] = {}
     for name in ("low", "high", "allowed", "bias"):
         x = getattr(terms, name)
-        found[name], found[f"{name}_at"] = x, None
         if x is not None:
-            if x.dtype == torch.bool:
-                found[name] = x.view(torch.uint8)
             steps = zip(x.shape, x.stride(), strict=True)
             found[f"{name}_at"] = tuple(0 if n == 1 else step for n, step in steps)
     return found
@@ -278,21 +376,35 @@ def _power(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _blocks(name: str, wide: int, exact: bool, values: bool) -> dict[str, int]:
+def _pieces(width: int) -> tuple[int, int]:
+    """A power of 2 and another one, or 0, that hold so many columns with the fewest to spare."""
+    whole = _power(width)
+    first = whole // 2
+    more = _power(width - first) if first >= 16 else whole
+    return (first, more) if first + more < whole else (whole, 0)
+
+
+def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> dict[str, int]:
     """How many queries and keys a program takes at a time, and how it is run.
 
-    The best of five to eight tried on an H100 at widths of 64 and 128.
+    The best of five to eight tried on an H100 at widths of 64 and 128; where a program compiled for
+    it has since come to hold more than its registers take, the nearest that fits.
     """
     if exact:
         return {"BM": 64, "BN": 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 1}
     if wide > 128:
         return {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 1}
-    if name in ("backward_keys", "backward_queries"):
+    if name == "backward_keys":
+        return {"BM": 64, "BN": 64, "num_warps": 4 if wide <= 64 else 8, "num_stages": 1}
+    if name == "backward_queries":
         return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
     if name == "columns":
         return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
     if not values:
-        return {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 3}
+        keys = (64 if wide <= 64 else 32) if tables else 128
+        if name == "sampled":  # so few programs that the time of one is that of all: more warps
+            return {"BM": 64, "BN": 2 * keys, "num_warps": 8, "num_stages": 2}
+        return {"BM": 64, "BN": keys, "num_warps": 4, "num_stages": 3}
     if wide <= 64:
         return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3}
     return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 2}

@@ -150,7 +150,7 @@ class MassOn(Need):
 
     def available(self, route: Route, every: Work, drawn: Work) -> bool:
         if route.kind == KERNEL:
-            return every.given is not None
+            return super().available(route, every, drawn)
         if drawn.few or not every.near:
             return drawn.few
         masses = _Masses(self, every)

@@ -21,7 +21,7 @@ from ..backends import Native, choose
 from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.call import Call
 from ..core.index import grid
-from ..core.modes import no_graph, readable
+from ..core.modes import no_graph, read_at_once, readable
 from ..core.numbers import real, said
 from ..core.reference import Definition
 from .blocks import Scores
@@ -275,7 +275,7 @@ class _MaxLogitAbove(Need):
         call = view.asked.with_(sinks=None, dropout=0.0)
         sizes = view.whole.batch, view.whole.heads
         largest = torch.full(sizes, -torch.inf, dtype=view.dtype, device=view.device)
-        heads = self._in_question(view) if readable(view.asked.q) else None
+        heads = self._in_question(view) if read_at_once(view.asked.q) else None
         if heads is None:
             return _above(_largest_scores(call, work), self.limit)
         if len(heads):

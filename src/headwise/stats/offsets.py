@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.modes import readable
+from ..core.modes import read_at_once
 from ..core.numbers import check_whole
 from ..core.reference import Definition
 from .blocks import Block
@@ -74,7 +74,8 @@ class OffsetHistogram(Statistic):
 
 def _bin_of(distance: Tensor, bins: int) -> Tensor:
     """Return the bin of each distance; `bins` for what lies ahead. Exact: powers are compared."""
-    edges = torch.tensor([0, *(1 << b for b in range(bins - 1))], device=distance.device)
+    powers = torch.bitwise_left_shift(1, torch.arange(bins - 1, device=distance.device))
+    edges = torch.nn.functional.pad(powers, (1, 0))
     found = torch.bucketize(distance, edges, right=True) - 1
     return torch.where(distance < 0, bins, found)
 
@@ -111,7 +112,7 @@ class _Offsets:
         if sides == 2:
             bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
         total = self.total[block.heads].view(-1, sides * size)
-        if readable(bins) and int(bins.amin()) == (high := int(bins.amax())):
+        if read_at_once(bins) and int(bins.amin()) == (high := int(bins.amax())):
             if high < sides * size:
                 total[:, high] += p.sum((-1, -2))
         else:

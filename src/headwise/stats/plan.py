@@ -133,7 +133,8 @@ class Need(ABC):
 
         They may be few beside those `drawn`, or have a pass behind them that gave fields too.
         """
-        return route.kind == KERNEL and every.given is not None
+        given = every.given
+        return route.kind == KERNEL and getattr(given, self.kernel or "", None) is not None
 
 
 class OfPass(Need):

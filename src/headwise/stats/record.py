@@ -71,6 +71,31 @@ class Record:
             self.every.let_go(needs)
 
 
+class _Late:
+    """A field, `None` by default, that may be given as a function: that is called when it is read.
+
+    >>> @dataclass(frozen=True)
+    ... class Circle:
+    ...     area: int | None = _Late()
+    >>> Circle().area, Circle(3).area, Circle(lambda: 4).area
+    (None, 3, 4)
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: object | None, kind: type | None = None) -> Any:
+        if owner is None:
+            return None
+        value = vars(owner)[self.name]
+        if callable(value):
+            value = vars(owner)[self.name] = value()
+        return value
+
+    def __set__(self, owner: object, value: object) -> None:
+        vars(owner)[self.name] = value
+
+
 @dataclass(eq=False, repr=False)
 class Reading(Brief):
     """One metric of every head: its tensor, and the rows that count in a mean.
@@ -83,8 +108,8 @@ class Reading(Brief):
     Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
     a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
     says how many queries each stands for, and `error` is the standard error of each head's mean
-    `[H]`; or `every` gives the reading of all queries, or `whole` has its sums, and the mean is
-    exact.
+    `[H]`, worked out when it is first read; or `every` gives the reading of all queries, or `whole`
+    has its sums, and the mean is exact.
 
     For metrics that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
@@ -97,7 +122,7 @@ class Reading(Brief):
     rows: Tensor | None = None
     among: Tensor | None = None
     largest: bool = False
-    error: Tensor | None = None
+    error: Tensor | None = _Late()  # type: ignore[assignment]
     per_key: bool = False
     over: Tensor | None = None
     sampled: bool = False
@@ -138,9 +163,9 @@ class Reading(Brief):
         if self.every is not None:
             return self.every().moments
         made = moments_of(self.values, self.rows, self.among, self.weights)
-        if self.error is None:
+        if (error := self.error) is None:
             return made
-        return replace(made, errors=(made.heads.count * self.error).square())
+        return replace(made, errors=(made.heads.count * error).square())
 
     def of_some(self, every: Callable[[], Reading] | None, weights: Tensor | None) -> Reading:
         """Return the reading as one of some queries, which are drawn if they have weights.
@@ -154,7 +179,7 @@ class Reading(Brief):
             return replace(self, sampled=True)
         if every is not None:
             return replace(self, sampled=True, weights=weights, every=every)
-        error = standard_error(values, rows.expand(values.shape), weights)
+        error: Any = partial(standard_error, values, rows.expand(values.shape), weights)
         return replace(self, sampled=True, weights=weights, error=error)
 
     @property

@@ -127,17 +127,25 @@ class Work:
 
     def _with_output(self) -> Figures:
         view, chosen = self.view, self.chosen
-        if isinstance(chosen, Native):
+        whole, some = self._with_sample() or (None, None)
+        if whole is None and isinstance(chosen, Native):
             whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
-        else:
+        elif whole is None:
             whole = Figures(*chosen.run(view.asked, view.gradients))
         self.whole_out = whole.out
         as_is = view.gradients or not self.keeps_graph
         kept = whole if as_is else whole.map(Tensor.detach)
-        self.given = kept if view.rows is None else kept.at(view.rows)
+        self.given = some or (kept if view.rows is None else kept.at(view.rows))
         if view.drawn is not None:
             self.every = self._at_every_query(kept.map(Tensor.detach))
         return whole
+
+    def _with_sample(self) -> tuple[Figures, Figures] | None:
+        """Return what all queries have, and the sampled ones, where they are looked at alone."""
+        view, chosen = self.view, self.chosen
+        if view.rows is None or view.gradients or not isinstance(chosen, Native):
+            return None
+        return chosen.sampled(view.asked, self.plan.fields, view.rows, view.drawn is not None)
 
     def look_at_every_query(self) -> None:
         """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""

@@ -9,6 +9,7 @@ with the position.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ def draw(
     if isinstance(queries, int):
         if queries >= of:
             return None
-        rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
-        return Sample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
+        followed = traced() or torch._C._len_torch_dispatch_stack() > 0
+        return (_on if followed else _kept_on)(device, queries, of, seed)
     rows = torch.as_tensor(queries).flatten()
     ordered = (_sort if readable(rows) else _sorted)(rows, of)
     if len(ordered) == of:
         return None
-    return Sample(ordered.to(device), None)
+    return Sample(ordered.to(device, non_blocking=True), None)
 
 
 EARLY = 1 / 3
@@ -93,6 +94,19 @@ def stretches(queries: int, of: int) -> Tensor:
     ends = (0, first + 1), (of - last, of + 1)
     begins, stops = (torch.arange(*end, device="cpu") for end in ends)
     return torch.cat([begins, edges, stops])
+
+
+def _on(device: torch.device, queries: int, of: int, seed: int) -> Sample:
+    """Draw, and copy to a device without a wait; by one seed it is the same on every device."""
+    rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
+    return Sample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
+
+
+@functools.lru_cache(256)
+def _kept_on(device: torch.device, queries: int, of: int, seed: int) -> Sample:
+    """Draw once for all calls of one length, whose graphs may keep it."""
+    with torch.inference_mode(False):
+        return _on(device, queries, of, seed)
 
 
 def _draw(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,8 @@ class Seen(HeadTable):
     @property
     def queries(self) -> Int[Tensor, " n"]:
         """The numbers of the queries looked at, in order."""
-        return self.record.view.queries
+        queries = self.record.view.queries  # those drawn are shared by alike calls
+        return queries if self.record.view.drawn is None else queries.clone()
 
     def weights(
         self,

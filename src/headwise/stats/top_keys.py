@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.modes import readable
+from ..core.modes import read_at_once
 from ..core.numbers import check_whole
 from ..core.reference import Definition
 from .blocks import Block
@@ -95,7 +95,7 @@ class _Top:
 
 def _largest(logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of the last axis and their places; the earlier among equals."""
-    if readable(logs):
+    if read_at_once(logs):
         found, index = logs.topk(k, dim=-1)  # which takes any among equals
         least = found[..., -1:]
         if not bool((((logs >= least).sum(-1, keepdim=True) > k) & (least > -math.inf)).any()):
