@@ -320,6 +320,37 @@ def check_slices(mesh: DeviceMesh) -> None:
     assert torch.equal(after, before * rows)
 
 
+def check_compiled(mesh: DeviceMesh, how: str) -> None:
+    """Compiled models have the figures of the same ones as they are written."""
+
+    def made(compiled: bool) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = gpt()
+        if how == "blocks in FSDP2":
+            for block in model.transformer.h if compiled else ():
+                block.compile(backend="aot_eager")
+            return by_rows(model, mesh)
+        if compiled and how == "inside DDP":
+            model = torch.compile(model, backend="aot_eager")
+        model = nn.parallel.DistributedDataParallel(model)
+        around = compiled and how == "around DDP"
+        return torch.compile(model, backend="aot_eager") if around else model
+
+    steps = [[batch(10 * step + mesh.get_local_rank())] for step in range(3)]
+    right, wanted = trained(made(False), steps)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    other, found = trained(made(True), steps)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    assert other.layers == right.layers
+    assert not other.unavailable
+    for one, two in zip(wanted, found, strict=True):
+        assert list(one) == list(two)
+        for name, figures in one.items():
+            same, right_one = torch.tensor(two[name].values), torch.tensor(figures.values)
+            torch.testing.assert_close(same, right_one, rtol=1e-4, atol=1e-5)
+
+
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     **{
         f"steps, {kind}, {'clipped' if clip else 'free'}": partial(
@@ -330,6 +361,10 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     },
     **{f"watching, {k}": partial(check_watching, kind=k) for k in ("rows", "heads", "both")},
     **{f"float32, {k}": partial(check_float32, kind=k) for k in ("rows", "both")},
+    **{
+        f"compiled, {how}": partial(check_compiled, how=how)
+        for how in ("inside DDP", "around DDP", "blocks in FSDP2")
+    },
     "uneven": check_uneven,
     "clipping": check_clipping,
     "slices": check_slices,

@@ -49,8 +49,10 @@ class Monitor:
     With an optimizer there is nothing else to write: the optimizer tells when a step is done.
     Without one, call `monitor.step()` after `optimizer.step()`. Recorded are step 1 and every
     `every`-th; all micro-batches of a step count, evaluation in between does not. A monitored
-    training computes the same numbers, bit for bit; of compiled models, recorded steps run as they
-    are written, whose rounding is another. What goes wrong in recording is warned of, once.
+    training computes the same numbers, bit for bit. Compiled models stay compiled, and compile once
+    more for recorded steps; where a graph attends in a way that is not captured in it, recorded
+    steps run as they are written, whose rounding is another. What goes wrong in recording is warned
+    of, once.
 
     Of several ranks (`torch.distributed`), each makes a monitor of its own with the same settings:
     figures are of all their data and heads, on every rank alike, the first one writes the history,

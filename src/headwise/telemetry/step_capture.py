@@ -120,7 +120,7 @@ class StepCapture:
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
     def open(self, wanted: Wanted, step: int, every: bool = False) -> None:
-        """See the model's calls from now on, until `close()`; compiled code runs as it is written.
+        """See the model's calls from now on, until `close()`.
 
         With `every`, all forwards count, not only those that train.
         """

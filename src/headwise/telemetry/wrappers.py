@@ -6,6 +6,8 @@ import re
 
 from torch import nn
 
+from ..capture.adapters.graphs import uncompiled_module
+
 _HOLDING = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """By what names wrappers hold the module that they run, and nothing else does."""
 
@@ -13,16 +15,16 @@ _PREFIX = re.compile(rf"(^|\.)({'|'.join(('module', *_HOLDING))})\.")
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """A module's qualified name, less what wrappers put into it.
+    """Return a module's qualified name, less what wrappers put into it.
 
     >>> plain_name(nn.Sequential(nn.DataParallel(nn.Linear(2, 3))), "0.module")
     '0'
     """
-    module, parts = model, []
+    module, parts = uncompiled_module(model), []
     for part in name.split(".") if name else []:
         if part != _wrapped(module):
             parts.append(part)
-        module = module.get_submodule(part)
+        module = uncompiled_module(module.get_submodule(part))
     return ".".join(parts)
 
 

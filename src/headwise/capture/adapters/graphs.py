@@ -98,7 +98,7 @@ class Listening:
         self._forward: Forward | None = None
         self._modules = {as_written(name): x for name, x in self.model.named_modules()}
         self._weights: dict[int, str] = {}
-        self._calls = -1
+        self._others: set[tuple[int, int]] = set()  # weights of other models, of this forward
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -134,20 +134,22 @@ class Listening:
         if weight is None or site.weight is None:
             module = site.module()
             return module if id(module) in self.net.names.names else None
-        at, calls = weight.data_ptr(), self.net.names.calls
+        name, parameter, holder = site.weight
+        at, forward = weight.data_ptr(), self.net.names.calls
         known = self._weights.get(at)
-        if known is None or _at(self._modules[known], site.weight[1]) != at:
-            if calls == self._calls:  # another model's
+        if known is None or _at(self._modules[known], parameter) != at:
+            if (forward, at) in self._others:
                 return None
-            self._calls = calls
-            self._weights = {
-                _at(module, name): whose
+            self._weights = {  # once for most; sharded ones move about
+                _at(module, own): whose
                 for whose, module in self._modules.items()
-                for name in module._parameters
+                for own in module._parameters
             }
             known = self._weights.get(at)
-        name, _, holder = site.weight
-        return None if known is None else self._modules.get(_moved(name, holder, known))
+        if known is None:
+            self._others = {one for one in self._others if one[0] == forward} | {(forward, at)}
+            return None
+        return self._modules.get(_moved(name, holder, known))
 
     def _tell(self, site: Site, given: Given, forward: Forward) -> None:
         made = site.number, id(forward.module)
