@@ -415,3 +415,33 @@ def test_models_that_are_monitored_side_by_side_stay_compiled() -> None:
         assert monitor.latest["entropy"].present.all()
         assert list(monitor.layers) == ["blocks.0.attn", "blocks.1.attn"]
         monitor.close()
+
+
+def test_a_module_that_did_not_run_in_the_graphs_is_named() -> None:
+    class Skipping(GPT):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.blocks[0](self.embedding(ids)))
+
+    compiled = torch.compile(Skipping(own=True), backend="aot_eager")
+    with hw.watch(compiled, hw.Entropy()) as seen:
+        compiled(IDS)
+    assert seen.modules == ("blocks.0.attn",)
+    assert list(seen.left_out) == ["blocks.1.attn"]
+    assert "it did not run" in seen.left_out["blocks.1.attn"]
+
+
+def test_a_graph_that_cannot_be_read_runs_as_it_is_written(monkeypatch: Any) -> None:
+    from headwise.capture.adapters import graph_sites
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("of another version of PyTorch")
+
+    monkeypatch.setattr(graph_sites, "leading", broken)
+    model = GPT()
+    compiled = torch.compile(model, backend="aot_eager")
+    with hw.watch(model, *STATISTICS) as wanted:
+        model(IDS)
+    with hw.watch(compiled, *STATISTICS) as seen:
+        compiled(IDS)
+    same(seen, wanted)
+    assert graphs() == (0, 0)

@@ -214,7 +214,9 @@ def compile_with(
 
 def backend_of(callback: Any) -> Any:
     """Return the backend by which a callback of the compiler makes graphs."""
-    return compiler().innermost_backend(callback)
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
 
 
 def compiling_with(backend: Callable[..., Any]) -> Any:

@@ -49,8 +49,22 @@ def instrument(
         told: what somebody has told of a module's heads, by its name.
 
     Raises:
-        CannotCapture: the graph attends in other ways.
+        CannotCapture: the graph attends in other ways, or in one that cannot be read.
     """
+    try:
+        return _instrument(graph, models, root, told)
+    except CannotCapture:
+        raise
+    except Exception as error:  # the model runs as it is written, and a training goes on
+        raise CannotCapture(f"{type(error).__name__}: {error}") from error
+
+
+def _instrument(
+    graph: fx.GraphModule,
+    models: Sequence[nn.Module],
+    root: nn.Module | None,
+    told: Callable[[str], Any],
+) -> tuple[list[Site], bool]:
     if root is not None and all(root is not x for model in models for x in model.modules()):
         models = [*models, root]  # of another model, which may share the graph
     replay = _Replay(models, root, told)
@@ -117,7 +131,7 @@ class _Replay:
         self.net = Net("watch", models[0], lambda call: None, {}, ())
         self.modules = {id(module): module for model in models for module in model.modules()}
         for model in models[1:]:
-            self.net.names.names |= names_of(model)
+            self.net.names.names = names_of(model) | self.net.names.names
         self.parameters = {
             id(x): (name, self.net.names.names[place])
             for place, module in self.modules.items()

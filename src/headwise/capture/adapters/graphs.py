@@ -28,7 +28,7 @@ from ...layers.attention import MultiHeadAttention
 from ..call import AttentionCall
 from ..head_axis import Leading
 from ..mask_import import Ranges, at_the_end
-from ..modules import Forward, as_written
+from ..modules import Forward, as_written, attending
 from ..net import Net
 from ..parts import Waiting
 from ..private_torch import in_backward, outside_graphs
@@ -109,6 +109,14 @@ class Listening:
         finally:
             self.end()
             LISTENING.remove(self)
+            self._name_missing()
+
+    def _name_missing(self) -> None:
+        """Leave out modules that are called an attention and of which no graph told anything."""
+        told = {*self.net.heard, *self.net.names.left_out}
+        for name in attending(self.model) if self.net.heard else ():
+            if not any(_related(name, other) for other in told):
+                self.net.names.left_out[name] = _MISSING
 
     def emit(self, site: Site, given: Given) -> None:
         """Let the net hear of a call that a graph has made, if a module of its model did."""
@@ -164,6 +172,11 @@ class Listening:
         self.net.tell(call(self.net, site, given), site.whole)
 
 
+def _related(name: str, other: str) -> bool:
+    """Return True if one of two modules is the other or inside of it."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") or not other
+
+
 def _at(module: nn.Module, name: str) -> int:
     """Return where a module's parameter is in memory; of a split one, this rank's part."""
     x: Any = module._parameters.get(name)
@@ -189,6 +202,12 @@ LISTENING: list[Listening] = []
 _SHARED = (
     "modules of its kind may share its compiled graph, and without a parameter in it or around it "
     "nothing tells which one attends; compile the whole model"
+)
+
+
+_MISSING = (
+    "the graphs that ran have no attention call of it: it did not run, or it attends by a function "
+    "that is not known"
 )
 
 
