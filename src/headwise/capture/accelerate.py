@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
 from ..layers.attention import MultiHeadAttention
-from .adapters.compiled import compiled_functions, refuse_compiled
+from .adapters.compiled import COMPILER, refuse_compiled
 from .adapters.mha import functions as composite_functions
 from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
 from .modules import check_model
+from .private_torch import compiler
 from .serve import SERVED, Accelerated, Accelerator
 from .session import ALWAYS, UNNOTICED
 
@@ -61,5 +62,6 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
     net = Accelerator("accelerate", model, lambda call: None, roads, ALWAYS, elsewhere=elsewhere)
     net.account = account
     following, serving = net.names.following(), SERVED.heard_by(net)
-    with following, UNNOTICED.heard_by(net), compiled_functions(net), serving, net.functions.on():
+    codes = nullcontext() if compiler() is None else COMPILER.heard_by(net)
+    with following, UNNOTICED.heard_by(net), codes, serving, net.functions.on():
         yield account

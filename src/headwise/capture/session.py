@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from .adapters.compiled import (
     AS_WRITTEN,
+    COMPILER,
     code_ended,
-    compiled_functions,
     compiled_parts,
     refuse_compiled,
     run_as_written,
@@ -69,7 +69,10 @@ def catch(
             _capture_parts(net, parts, stack)
         else:
             _follow_or_capture(net, about, stack, in_full)
-        yield net
+        try:
+            yield net
+        finally:
+            net.capture = None
     if net.in_full and not (in_full or parts):
         learn(net)
     elif about is not None and not net.attended <= about.attended:
@@ -88,7 +91,7 @@ def _capture_parts(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
 
     net.in_full = False
     inner.enter_context(net.names.marked())
-    inner.enter_context(compiled_functions(net))
+    inner.enter_context(COMPILER.heard_by(net))
     inner.enter_context(Listening(net, failed).on())
     inner.enter_context(starting_compiled(net, parts))
 
@@ -116,13 +119,9 @@ def _follow_or_capture(net: Net, about: Known | None, stack: ExitStack, in_full:
 
         return listening, resume
 
-    def end() -> None:
-        net.capture = None
-
     if not in_full and compiler() is not None:
         net.capture = capture
-        stack.callback(end)
-        stack.enter_context(compiled_functions(net))
+        stack.enter_context(COMPILER.heard_by(net))
     follow()
 
 
@@ -154,8 +153,8 @@ def _follow(net: Net, stack: ExitStack) -> None:
     stack.enter_context(own_calls(net))
     stack.enter_context(attention_functions(net))
     stack.enter_context(flex_calls(net))
-    if net.capture is None:
-        stack.enter_context(compiled_functions(net))
+    if net.capture is None and compiler() is not None:
+        stack.enter_context(COMPILER.heard_by(net))
     stack.enter_context(UNNOTICED.heard_by(net))
     stack.enter_context(net.functions.on())
 

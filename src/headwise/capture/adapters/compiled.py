@@ -210,18 +210,13 @@ def _enter_late(unseen: Sequence[Names], root: nn.Module, caller: FrameType) -> 
         _AROUND.caller, _AROUND.ended = caller, ended
 
 
-# ── refused ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def compiled_functions(net: Net) -> AbstractContextManager[None]:
-    """Let the net know of compiled code: refused where the model calls it, else captured."""
-    return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
+# ── captured or refused ────────────────────────────────────────────────────────────────────────
 
 
 def _for_nets(found: Any, caller: FrameType) -> Any:
     """Return a callback of the compiler for those who watch in this thread; None for none."""
     listening = [one for one in LISTENING if one.net.names.here]
-    nets = [net for net in _COMPILER.everyone if net.names.here]
+    nets = [net for net in COMPILER.everyone if net.names.here]
     others = [net for net in nets if all(one.net is not net for one in listening)]
     if any(net.capture is None for net in others):
         return _refusing(found)
@@ -298,7 +293,8 @@ def _refusing(found: Any) -> Any:
     return refuse
 
 
-_COMPILER = Replaced(lambda: compile_with(_for_nets, code_ended))
+COMPILER = Replaced(lambda: compile_with(_for_nets, code_ended))
+"""Lets nets know of compiled code: it is refused where the model calls it, else captured."""
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:
@@ -315,7 +311,7 @@ def _refused(net: Net, code: CodeType) -> ValueError:
 def _out_here() -> Iterator[Net]:
     """The nets of this thread, innermost first."""
     stack = modes()
-    return (net for net in reversed(_COMPILER.everyone) if net.functions in stack)
+    return (net for net in reversed(COMPILER.everyone) if net.functions in stack)
 
 
 def _watching() -> Net | None:
