@@ -122,7 +122,7 @@ class Reading(Brief):
     rows: Tensor | None = None
     among: Tensor | None = None
     largest: bool = False
-    error: Tensor | None = _Late()  # type: ignore[assignment]
+    error: Any = _Late()  # a tensor or None, given as that or as what returns it
     per_key: bool = False
     over: Tensor | None = None
     sampled: bool = False
