@@ -44,7 +44,8 @@ class Bundles:
         if form is None or not _OBSERVED.get(form):
             found = call.observe(statistics, looking)
             if form is not None:
-                _OBSERVED[form] = isinstance(found, Readings) and found.record.direct
+                record = getattr(found, "record", None)
+                _OBSERVED[form] = record is not None and record.direct
             return found
         bundle = self._open.get(form)
         if bundle is None or bundle.full:
