@@ -30,7 +30,7 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-class Fused(nn.Module):
+class FusedAttention(nn.Module):
     """Self-attention by PyTorch's function."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Block(nn.Module):
     def __init__(self, own: bool) -> None:
         super().__init__()
         self.norm, self.own = nn.LayerNorm(E), own
-        self.attn = hw.MultiHeadAttention(E, H) if own else Fused()
+        self.attn = hw.MultiHeadAttention(E, H) if own else FusedAttention()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -445,3 +445,56 @@ def test_a_graph_that_cannot_be_read_runs_as_it_is_written(monkeypatch: Any) -> 
         compiled(IDS)
     same(seen, wanted)
     assert graphs() == (0, 0)
+
+
+def test_layers_under_autocast() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(hw.MultiHeadAttention(E, H) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, mask=hw.Causal())
+            return x
+
+    model, x = Two(), torch.randn(B, T, E)
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        with hw.watch(model, *STATISTICS) as wanted:
+            model(x)
+        with hw.watch(compiled, *STATISTICS) as seen:
+            compiled(x)
+    same(seen, wanted, 2e-2)
+
+
+def test_a_part_is_not_watched_beside_its_compiled_model() -> None:
+    model = GPT()
+    compiled = torch.compile(model, backend="aot_eager")
+    refused = pytest.raises(ValueError, match="a part of it is watched")
+    with hw.watch(compiled, hw.Entropy()), hw.watch(model.blocks[1], hw.Entropy()), refused:
+        compiled(IDS)
+
+
+def test_parts_without_a_name_run_as_they_are_written() -> None:
+    layers = [Attends(one_query), Attends(heads_first)]
+    model, x = nn.Sequential(*layers[::-1]), torch.randn(B, T, E)
+    with hw.watch(model, hw.Entropy()) as wanted:
+        model(x)
+    model[1].compile(backend="aot_eager")
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(x)
+    same(seen, wanted)
+    assert graphs() == (0, 0)
+
+
+def test_the_projection_of_transformers_layers_is_known() -> None:
+    pytest.importorskip("transformers")
+    model, loss = transformers_model("llama")
+    compiled = torch.compile(model, backend="aot_eager")
+    with hw.watch(model, hw.OutputNorm()) as wanted:
+        loss(model)
+    with hw.watch(compiled, hw.OutputNorm()) as seen:
+        loss(compiled)
+    assert "contribution" in seen.table()[0]
+    same(seen, wanted, 1e-5)

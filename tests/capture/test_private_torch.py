@@ -196,6 +196,27 @@ def test_graphs_are_made_by_another_backend_and_kept_beside_the_first() -> None:
     assert made == ["own", "other 1"]
 
 
+def test_inputs_of_graphs_are_known_and_sizes_have_hints() -> None:
+    layer, found = nn.Linear(2, 3), []
+
+    def backend(graph, inputs):
+        found.append(
+            [private_torch.example_of(x) for x in graph.graph.find_nodes(op="placeholder")]
+        )
+        examples = [x.meta["example_value"] for x in graph.graph.nodes if x.op == "placeholder"]
+        sizes = [n for x in examples if isinstance(x, Tensor) for n in x.shape]
+        found.append([private_torch.hint_of(n) for n in sizes if isinstance(n, torch.SymInt)])
+        return graph
+
+    compiled = torch.compile(lambda x: layer(x), backend=backend, dynamic=True)
+    with private_torch.more_graphs():
+        limit = torch._dynamo.config.recompile_limit
+        compiled(torch.ones(5, 2))
+    assert limit == 2 * torch._dynamo.config.recompile_limit
+    assert any(x is layer.weight for x in found[0])
+    assert found[1][0] == 5
+
+
 def test_a_frame_can_be_left_as_it_is_written() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     frames = torch._dynamo.utils.counters["frames"]["ok"]

@@ -357,7 +357,7 @@ import re, torch, headwise as hw
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-class Attends(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, attend):
         super().__init__()
         self.attend = attend
@@ -387,13 +387,13 @@ def works(model, name, x=torch.randn(1, 2, 3, 4)):
         assert torch.equal(model(x), plain)
     assert torch._dynamo.utils.counters["frames"]["ok"] == frames + 1
 
-whole = torch.compile(Attends(attend), backend="eager")
-part = nn.Sequential(torch.compile(Attends(attend), backend="eager"))
-in_place = nn.Sequential(Attends(attend))
+whole = torch.compile(SelfAttention(attend), backend="eager")
+part = nn.Sequential(torch.compile(SelfAttention(attend), backend="eager"))
+in_place = nn.Sequential(SelfAttention(attend))
 in_place[0].compile(backend="eager")
-forward = nn.Sequential(Attends(attend))
+forward = nn.Sequential(SelfAttention(attend))
 forward[0].forward = torch.compile(forward[0].forward, backend="eager")
-function = nn.Sequential(Attends(torch.compile(attend, backend="eager")))
+function = nn.Sequential(SelfAttention(torch.compile(attend, backend="eager")))
 for model, name in ((whole, ""), (part, "0"), (in_place, "0"), (forward, "0")):
     works(model, name)
 script = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.randn(1, 2)))
@@ -405,7 +405,7 @@ fails(function, "'0' calls '(attend|inner)'.*compiled by torch.compile.*force_ea
 function(x)
 
 # Compiled code that calls the model, of which the model knows nothing: as one graph, or as several.
-model = nn.Sequential(Attends(attend))
+model = nn.Sequential(SelfAttention(attend))
 for whole_graph, words in (True, "the model is called by '<lambda>'"), (False, "calls "):
     for ran in (False, True):
         torch._dynamo.reset()

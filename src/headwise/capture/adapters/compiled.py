@@ -31,6 +31,7 @@ from ..private_torch import (
     compiling_with,
     forced_eager,
     modes,
+    more_graphs,
     not_compiled,
     skipped,
 )
@@ -104,7 +105,8 @@ _WRITTEN: WeakSet[nn.Module] = WeakSet()
 def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
     """Return the outermost compiled parts of a model whose graphs can show all that attends.
 
-    None where some of it is not compiled, or nothing is, or compiled code does not run compiled.
+    None where some of it is not compiled, or nothing is, or compiled code does not run compiled;
+    and where parts are compiled and no class of a module says that it attends.
     """
     if compiler() is None or forced_eager() or uncompiled_module(model) in _WRITTEN:
         return None
@@ -120,7 +122,12 @@ def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
     inside = {id(module) for _, part in parts for module in part.modules()}
     attend = set(attending(model))
     names = ((as_written(name), module) for name, module in model.named_modules())
-    if not parts or any(name in attend and id(module) not in inside for name, module in names):
+    whole = any(not as_written(name) for name, _ in parts)
+    if (
+        not parts
+        or not (whole or attend)
+        or any(name in attend and id(module) not in inside for name, module in names)
+    ):
         return None
     return [part for _, part in parts]
 
@@ -180,7 +187,8 @@ def _capturing(found: Any, listening: Sequence[Listening], caller: FrameType) ->
             root = uncompiled_module(running[-1]) if running else None
         ours.root, ours.told = root, nets[-1].heads
         try:
-            return ours.callback(frame, *args, **kwargs)
+            with more_graphs():
+                return ours.callback(frame, *args, **kwargs)
         except Exception as error:
             if not isinstance(getattr(error, "inner_exception", None), CannotCapture):
                 raise
@@ -227,6 +235,7 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
         for run in as_written:
             run()
         return None
+    _refuse_nested([*others, *(one.net for one in listening)])
     if any(uncompiled_module(net.names.model) in _WRITTEN for net in others):
         return None
     if not (running := [one for one in listening if one.net.names.inside]):
@@ -236,6 +245,18 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
         listening += [one for one, _ in pairs]
         _at_the_end(found, caller, [resume for _, resume in pairs])
     return _capturing(found, running or listening, caller) if listening else found
+
+
+def _refuse_nested(nets: Sequence[Net]) -> None:
+    """Raise ValueError where a model that runs compiled is watched together with a part of it."""
+    models = [uncompiled_module(net.names.model) for net in nets]
+    for net, model in zip(nets, models, strict=True):
+        parts = {id(module) for module in model.modules()} if len(set(models)) > 1 else ()
+        if any(other is not model and id(other) in parts for other in models):
+            raise ValueError(
+                f"{net.said}: the model runs compiled, and a part of it is watched, too; watch the "
+                f"model alone, with modules=… for its part, or leave it uncompiled."
+            )
 
 
 def _at_the_end(found: Any, caller: FrameType, resume: Sequence[Callable[[], None]]) -> None:

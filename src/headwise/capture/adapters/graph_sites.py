@@ -215,7 +215,7 @@ class _Replay:
     def _output_of(self, module: nn.Module) -> tuple[Any, ...]:
         """Return what a module has made that others read, the last one first."""
         _, values = self._graphs[-1]
-        inside = [node for node in values if _is_of(node, module)]
+        inside = [x for x, value in values.items() if _is_of(x, module) and _gives(x, value)]
         out = [node for node in inside if any(not _is_of(user, module) for user in node.users)]
         return tuple(values[node] for node in (out or inside[-1:])[::-1])
 
@@ -312,6 +312,12 @@ class _Replay:
 
 
 _UNKNOWN = "nothing tells whether the call is all that its module attends"
+
+
+def _gives(node: Any, value: Any) -> bool:
+    """Return True if a node gives what a module may put out, which a kernel's figures are not."""
+    figure = node.target is operator.getitem and node.args[0].target in _OWN and node.args[1] != 0
+    return isinstance(value, Tensor | tuple | list) and not figure
 
 
 def _is_of(node: fx.Node, module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ from ..net import Net
 from ..parts import Waiting
 from ..private_torch import in_backward, outside_graphs
 from .sdpa import call_of
+from .transformers import projection_of
 
 # ── the operator ────────────────────────────────────────────────────────────────────────────────
 
@@ -206,8 +207,8 @@ _SHARED = (
 
 
 _MISSING = (
-    "the graphs that ran have no attention call of it: it did not run, or it attends by a function "
-    "that is not known"
+    "the graphs that ran have no attention call of it: it did not run, or not in a graph, or it "
+    "attends by a function that is not known"
 )
 
 
@@ -227,7 +228,11 @@ def _call(net: Net, site: Site, given: Given) -> AttentionCall:
         **{"attn_mask": mask, "is_causal": bool(causal)},
         "scale": given.scale[0] if given.scale else None,
     }
-    return call_of(net, asked, given.out, site.axes.resized(given.out.shape))
+    call = call_of(net, asked, given.out, site.axes.resized(given.out.shape))
+    module = net.names.stack[-1].module
+    if type(module).__module__.startswith("transformers."):
+        call.projection = projection_of(module, call.heads * call.v.shape[3])
+    return call
 
 
 def _own_call(net: Net, site: Site, given: Given) -> AttentionCall:

@@ -181,7 +181,7 @@ def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tu
         made, dtype = served.out, served.call.q.dtype
     if not q.dtype is k.dtype is v.dtype is dtype:
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    out, projected_by = made, partial(_projection, module, q.shape[1] * v.shape[3])
+    out, projected_by = made, partial(projection_of, module, q.shape[1] * v.shape[3])
     for net in nets:
         name = net.names.names.get(id(module))
         named = net.names.current if name is None else name
@@ -202,7 +202,7 @@ def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tu
     return out.transpose(1, 2).reshape(result[0].shape).contiguous(), *result[1:]
 
 
-def _projection(module: nn.Module, width: int) -> Tensor | None:
+def projection_of(module: nn.Module, width: int) -> Tensor | None:
     """The weight `[O, H · Dv]` by which the module projects its heads' outputs, if it has one."""
     for name in _PROJECTIONS:
         layer = module._modules.get(name)
