@@ -311,22 +311,6 @@ def test_keeping_out_of_graphs_does_not_load_the_compiler() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_collectives_are_counted() -> None:
-    from torch import distributed as dist
-    from torch._C._distributed_c10d import HashStore
-
-    assert private_torch.collectives_begun() == 0
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        before = private_torch.collectives_begun()
-        for number in (1, 2):
-            dist.all_reduce(torch.zeros(1))
-            assert private_torch.collectives_begun() == before + number
-    finally:
-        dist.destroy_process_group()
-    assert private_torch.collectives_begun() == 0
-
-
 def test_a_scaler_keeps_what_it_found_until_its_update() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -27,7 +27,7 @@ LARGEST = 1 << 16
 """The most numbers in the queries and keys of a call that is observed with others."""
 
 _OBSERVED: BoundedCache[Hashable, bool] = BoundedCache()
-"""Whether a one-pass backend reads calls of a form as they are, of each that was observed."""
+"""By form: True if a one-pass backend reads such calls as they are."""
 
 
 class Bundles:

@@ -10,7 +10,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -311,21 +310,6 @@ def skipped_since_update(scaler: Any) -> bool | None:
 
 
 # ── collectives ─────────────────────────────────────────────────────────────────────────────────
-
-
-def collectives_begun() -> int:
-    """Return how many collectives this process has begun in the default group; 0 without one.
-
-    It is also 0 where a backend does not count.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    group = None if distributed is None else distributed.group.WORLD
-    if group is None:
-        return 0
-    with suppress(AttributeError, RuntimeError):
-        backends = {group._get_backend(device) for device in group._device_types}
-        return sum(backend._get_sequence_number_for_group() for backend in backends)
-    return 0
 
 
 def store_of_group() -> Any:

@@ -20,7 +20,7 @@ COLUMNS = 64
 """Of a block map, how many are made in one pass: as values they are in float32."""
 
 FEW = 16
-"""How many sampled queries a program takes at a time: there are so few that many share the keys."""
+"""Sampled queries that a program takes at a time: there are so few that many share the keys."""
 
 _BEYOND = 2**30
 """Farther than any key."""

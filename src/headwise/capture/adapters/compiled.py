@@ -123,11 +123,8 @@ def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
     attend = set(attending(model))
     names = ((as_written(name), module) for name, module in model.named_modules())
     whole = any(not as_written(name) for name, _ in parts)
-    if (
-        not parts
-        or not (whole or attend)
-        or any(name in attend and id(module) not in inside for name, module in names)
-    ):
+    outside = any(name in attend and id(module) not in inside for name, module in names)
+    if not parts or outside or not (whole or attend):
         return None
     return [part for _, part in parts]
 
@@ -158,7 +155,7 @@ class _Backend:
 
 
 _NAMES = ("__name__", "compiler_name")
-"""What the compiler asks of a backend; in Python it would compile what answers."""
+"""Attributes that the compiler reads of a backend; a property would be compiled itself."""
 
 _BACKENDS: list[_Backend] = []
 """The compiler keeps no reference to those of the graphs that it keeps."""
@@ -278,8 +275,8 @@ _UNRELATED: WeakSet[Any] = WeakSet()
 
 
 class _Around(threading.local):
-    """What to do when the compiled code that `caller` runs has ended, and how many graphs were made
-    with the operator so far, and how many of them attend."""
+    """The actions for the end of the compiled code that `caller` runs, and the numbers of graphs
+    compiled with the operator so far, and of those among them that attend."""
 
     graphs = attending = 0
     caller: FrameType | None = None

@@ -198,7 +198,7 @@ def _moved(module: str, holder: str, other: str) -> str:
 
 
 LISTENING: list[Listening] = []
-"""Those that capture calls in graphs now, outermost first."""
+"""The active ones, outermost first."""
 
 _SHARED = (
     "modules of its kind may share its compiled graph, and without a parameter in it or around it "

@@ -234,7 +234,7 @@ class Meaning(NamedTuple):
 
 
 _MEANINGS: BoundedCache[tuple[object, ...], Meaning] = BoundedCache()
-"""What calls of `sdpa` without a tensor beside q, k and v mean, by what that depends on."""
+"""Meanings of `sdpa` calls without a tensor beside q, k and v, by causality, lengths and scale."""
 
 
 @cache
