@@ -47,7 +47,7 @@ def assert_attention(
         reference: `lambda layer, x, keep: …`, with names of `call`; it gives the output `[B, T,
             out_dim]` that is right, from the same weights. Compared are the output and the
             gradient at x for several shapes, with changed later tokens (causality) and with
-        changed padded tokens (padding).
+            changed padded tokens (padding).
         tolerance: the largest difference, as a share of the largest number. Default: 1e-4 for
             float32, 1e-9 for float64, 0.02 in half precision.
         args, wanted: further arguments of `headwise.check`.
