@@ -11,8 +11,8 @@ import torch
 
 from headwise.models.run import Run, TrainConfig
 
-from . import draw
-from .words import and_list, interval, prose, signed, table
+from ..pages import draw
+from ..pages.words import and_list, interval, prose, signed, table
 
 # The 0.975 quantile of Student's t for 1, 2, … degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

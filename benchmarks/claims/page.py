@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from . import learn, paths, relations, runs, shared, sixteenth, specialise, wrapper
-from .words import prose, table
+from ..pages.words import prose, table
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "wrapper": wrapper,

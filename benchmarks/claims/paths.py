@@ -13,7 +13,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.core.reference import Definition, attention
 
-from .words import and_list, percent, prose, table
+from ..pages.words import and_list, percent, prose, table
 
 PARTS = ("q", "k", "v", "o")
 LEFT = 0.01  # a query whose gradient falls below this share has stopped learning

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import draw
+from ..pages import draw
 from .sentences import DIRECTIONS, RELATIONS
-from .words import and_list, percent, prose, table
+from ..pages.words import and_list, percent, prose, table
 
 COLOURS = {
     "best head, 95 % interval": draw.COLOURS[0],

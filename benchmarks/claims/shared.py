@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.systems.per_head import MultiHeadedAttentionWrapper
 from headwise.systems.split import MultiHeadAttn
 
-from .words import prose, table
+from ..pages.words import prose, table
 
 KINDS = ("W_query", "W_key", "W_value")
 

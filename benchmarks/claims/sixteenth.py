@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise.tutorial import timing
 
-from .words import prose, spread, table, threads
+from ..pages.words import prose, spread, table, threads
 
 FULL, SPLIT, WIDE = "full-width heads", "split heads", "one wide head"
 

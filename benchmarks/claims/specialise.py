@@ -18,8 +18,8 @@ from headwise.report.head_labels import NO_LABEL
 from headwise.report.label_styles import LABEL_STYLES
 from headwise.report.schema import Look
 
-from . import draw
-from .words import and_list, percent, prose, table
+from ..pages import draw
+from ..pages.words import and_list, percent, prose, table
 
 KEPT = (
     "previous",

@@ -14,7 +14,7 @@ from headwise.systems.per_head import MultiHeadedAttentionWrapper
 from headwise.systems.split import MultiHeadAttn
 from headwise.tutorial import timing
 
-from .words import prose, spread, table, threads
+from ..pages.words import prose, spread, table, threads
 
 WRAPPER, SPLIT = "a module a head", "split heads"
 WORKS = ("forward", "forward and backward")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from examples import entropy_floor, logit_growth
 
-from ..claims import runs
+from . import runs
 from . import costs, floor, growth, pictures
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..claims import runs
-from ..claims.words import prose, table
+from . import runs
+from .words import prose, table
 
 PAGE = "statistics.md"
 LENGTHS = (512, 2048, 8192)

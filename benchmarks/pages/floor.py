@@ -16,9 +16,9 @@ from headwise.models import corpus
 from headwise.models.run import Run
 from headwise.tutorial import timing
 
-from ..claims import runs
-from ..claims.draw import Axes, Picture, curve, frame, legend
-from ..claims.words import and_list, prose, signed, spread, table
+from . import runs
+from .draw import Axes, Picture, curve, frame, legend
+from .words import and_list, prose, signed, spread, table
 
 RECORD = "entropy_floor.json"
 PAGE, PICTURE = "entropy-floor.md", "entropy-floor.svg"

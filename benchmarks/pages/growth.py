@@ -12,9 +12,9 @@ from typing import Any
 
 from examples import logit_growth as example
 
-from ..claims import runs
-from ..claims.draw import Axes, Picture, curve, frame, legend
-from ..claims.words import and_list, prose, signed, table
+from . import runs
+from .draw import Axes, Picture, curve, frame, legend
+from .words import and_list, prose, signed, table
 
 RECORD = "logit_growth.json"
 PAGE, PICTURE = "logit-growth.md", "logit-growth.svg"

@@ -15,8 +15,8 @@ from headwise.models import corpus
 from headwise.models.gpt import builtin, load
 
 from .. import recording
-from ..claims import runs
-from ..claims.draw import COLOURS, Picture
+from . import runs
+from .draw import COLOURS, Picture
 
 RECORD = "statistics-pictures.json"
 TOKENS, BINS, BLOCKS, NEAR = 96, 8, 16, 16
