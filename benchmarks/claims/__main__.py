@@ -1,52 +1,71 @@
-"""Measure what is said about attention heads, keep the runs, and write docs/claims.md."""
+"""Measure what is often said about attention heads and write the tables of docs/claims.md."""
 
 import argparse
-from dataclasses import replace
+import json
+import re
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from . import page, runs
+from ..pages import runs
+from . import learn, paths, relations, specialise, wrapper
+
+EXPERIMENTS: dict[str, ModuleType] = {
+    "wrapper": wrapper,
+    "learn": learn,
+    "specialise": specialise,
+    "relations": relations,
+    "paths": paths,
+}
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+MARK = re.compile(r"(<!-- table: ([\w .-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command, with the process's arguments unless others are given."""
+    """Run the command with the process's arguments unless others are given."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.claims",
         description=__doc__,
-        epilog="Example: python -m benchmarks.claims --only learn --seeds 5",
+        epilog="Example: python -m benchmarks.claims --only learn",
     )
-    names = list(page.EXPERIMENTS)
+    names = list(EXPERIMENTS)
     parser.add_argument(
         "--only",
-        nargs="+",
+        nargs="*",
         choices=names,
         default=names,
         metavar="NAME",
-        help=f"which experiments; of {', '.join(names)} [default: all]",
+        help=f"experiments to measure, of {', '.join(names)}; none: tables alone [default: all]",
     )
-    parser.add_argument("--seeds", type=int, help="how many seeds `learn` trains with")
-    parser.add_argument("--render", action="store_true", help="write the page alone")
-    parser.add_argument("--toy", action="store_true", help="sizes that take seconds: a trial")
-    parser.add_argument(
-        "--results", type=Path, default=runs.RESULTS, help="where the runs are kept"
-    )
-    parser.add_argument("--docs", type=Path, default=page.DOCS, help="where the page is written")
-    chosen = parser.parse_args(arguments)
-    if chosen.toy and (chosen.results == runs.RESULTS or chosen.docs == page.DOCS):
-        parser.error("--toy: give other folders with --results and --docs; such runs are no record")
-    torch.set_num_threads(1)  # the recorded settings of the built-in model, and the least noise
-    for name in [] if chosen.render else chosen.only:
-        experiment = page.EXPERIMENTS[name]
-        settings = experiment.TOY if chosen.toy else experiment.Settings()
-        if name == "learn" and chosen.seeds:
-            settings = replace(settings, seeds=chosen.seeds)
-        found = experiment.measure(settings)
-        print("kept in", runs.write(name, settings, found, chosen.results))
-    if absent := page.missing(chosen.results):
-        parser.exit(2, f"no page yet: {', '.join(absent)} not on record; use --only with them\n")
-    for path in page.write(chosen.results, chosen.docs):
-        print("written:", path)
+    torch.set_num_threads(1)  # the recorded setting of the built-in model, and the least noise
+    for name in parser.parse_args(arguments).only:
+        experiment = EXPERIMENTS[name]
+        settings = experiment.Settings()
+        found = {"claim": name, **experiment.measure(settings)}
+        print("recorded in", runs.keep(record(name), settings, found))
+    PAGE.write_text(fill(PAGE.read_text("utf-8")), "utf-8")
+    print("written:", PAGE)
+
+
+def record(name: str, folder: Path = runs.RESULTS) -> Path:
+    """Return the path of an experiment's newest run."""
+    return folder / f"claims-{name}.json"
+
+
+def fill(page: str, folder: Path = runs.RESULTS) -> str:
+    """Return the page with every table between marks written from the runs in `folder`.
+
+    Raises:
+        ValueError: the page lacks the mark of a table, or has an unknown one.
+    """
+    tables: dict[str, str] = {}
+    for name, experiment in EXPERIMENTS.items():
+        tables |= experiment.tables(json.loads(record(name, folder).read_text("utf-8")))
+    marks = [name for _, name, _ in MARK.findall(page)]
+    if sorted(marks) != sorted(tables):
+        raise ValueError(f"the page has the marks {marks}; it needs each of {list(tables)} once")
+    return MARK.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n\n{found[3]}", page)
 
 
 if __name__ == "__main__":

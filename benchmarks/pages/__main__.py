@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from examples import entropy_floor, logit_growth
 
-from . import runs
-from . import costs, floor, growth, pictures
+from . import costs, floor, growth, pictures, runs
 
 DOCS = Path(__file__).parents[2] / "docs"
 

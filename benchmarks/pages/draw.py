@@ -58,10 +58,6 @@ class Picture:
             f'<polyline points="{where}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
         )
 
-    def area(self, points: Sequence[tuple[float, float]], colour: str, opacity: float) -> None:
-        where = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.parts.append(f'<polygon points="{where}" fill="{colour}" fill-opacity="{opacity}"/>')
-
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
@@ -127,14 +123,6 @@ def curve(
 ) -> None:
     """Draw a line through pairs of values."""
     picture.line([axes.at(x, y) for x, y in points], colour, width)
-
-
-def band(
-    picture: Picture, axes: Axes, points: Sequence[tuple[float, float, float]], colour: str
-) -> None:
-    """Fill between the lower and the upper value at each x."""
-    edge = [(x, low) for x, low, _ in points] + [(x, high) for x, _, high in reversed(points)]
-    picture.area([axes.at(*pair) for pair in edge], colour, 0.15)
 
 
 def legend(

@@ -1,14 +1,13 @@
-"""Tables and phrases of the page."""
+"""Tables and phrases of generated pages."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 
 def prose(text: str) -> str:
-    """A paragraph in lines of at most 100 letters, however it is laid out in the code.
+    """Return a paragraph in lines of at most 100 letters.
 
     >>> prose('two\\n   lines')
     'two lines'
@@ -18,7 +17,7 @@ def prose(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table.
+    """Return a Markdown table.
 
     >>> print(table(["a", "b"], [["1", "2"]]))
     | a | b |
@@ -65,18 +64,9 @@ def percent(share: float) -> str:
 
 
 def spread(ratio: Mapping[str, float]) -> str:
-    """A ratio with its quartiles.
+    """Return a ratio with its quartiles.
 
     >>> spread({"median": 1.5, "low": 1.25, "high": 2.0})
     '1.50 (1.25 to 2.00)'
     """
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-
-
-def threads(run: Mapping[str, Any]) -> str:
-    """
-    >>> threads({"machine": {"threads": 1}})
-    'one thread'
-    """
-    count = run["machine"]["threads"]
-    return "one thread" if count == 1 else f"{count} threads"

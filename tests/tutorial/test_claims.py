@@ -1,108 +1,61 @@
-"""The claims page: each experiment at toy size, and the page as the runs on record have it."""
+"""The claims page: its tables are those of the recorded runs, and the experiments measure."""
 
 from __future__ import annotations
 
-import doctest
-import subprocess
+import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed package
+import headwise as hw
 
-from benchmarks.claims import (  # noqa: E402
-    learn,
-    page,
-    paths,
-    runs,
-    shared,
-    sixteenth,
-    specialise,
-    words,
-    wrapper,
-)
-from benchmarks.claims.__main__ import main  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package
+
+from benchmarks.claims import __main__ as claims
+from benchmarks.claims import learn, paths, relations, specialise, wrapper
+from benchmarks.claims.relations import OFFSETS, RELATIONS, Sentence, Trials
+from benchmarks.pages import runs
+
+SENTENCES = relations.sentences()
+SMALL = relations.Settings(draws=50)
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of every experiment at toy size."""
-    folder = tmp_path_factory.mktemp("claims")
-    for name, experiment in page.EXPERIMENTS.items():
-        found = experiment.measure(experiment.TOY, lambda line: None)
-        runs.write(name, experiment.TOY, found, folder)
-    return folder
+def test_the_tables_are_those_of_the_recorded_runs() -> None:
+    page = claims.PAGE.read_text("utf-8")
+    assert claims.fill(page) == page, "run `python -m benchmarks.claims --only`"
 
 
-def test_the_page_is_what_the_runs_on_record_say() -> None:
-    for name, text in page.render().items():
-        assert (page.DOCS / name).read_text() == text, f"{name}: render it again"
-
-
-@pytest.mark.parametrize("name", page.EXPERIMENTS)
-def test_the_runs_on_record_have_the_settings_in_the_code(name: str, tmp_path: Path) -> None:
-    runs.write(name, page.EXPERIMENTS[name].Settings(), {}, tmp_path)
-    now, then = runs.read(name, tmp_path)["settings"], runs.read(name)["settings"]
-    # a training setting that came later leaves an earlier run as it was
-    config = now.pop("config", {})
-    assert all(config[key] == value for key, value in then.pop("config", {}).items())
-    assert now == then
+def test_a_missing_mark_is_an_error() -> None:
+    with pytest.raises(ValueError, match="it needs each of"):
+        claims.fill("<!-- table: learn -->\n<!-- end of table -->")
 
 
 @pytest.mark.slow
-def test_every_experiment_gives_a_section_with_a_verdict(toy: Path) -> None:
-    files = page.render(toy)
-    text = files[page.PAGE]
-    assert text.count('\n## "') == text.count("**Verdict.**") == len(page.EXPERIMENTS)
-    for name, drawn in files.items():
-        if name.endswith(".svg"):
-            assert f"({name})" in text
-            assert drawn.startswith("<svg")
-            assert "nan" not in drawn
-            assert len(drawn) < 300_000
+def test_every_experiment_runs_and_fills_its_tables(tmp_path: Path) -> None:
+    for name, experiment in claims.EXPERIMENTS.items():
+        found = experiment.measure(experiment.TOY, lambda line: None)
+        runs.keep(claims.record(name, tmp_path), experiment.TOY, found)
+    marks = [
+        mark for mark in claims.MARK.findall(claims.PAGE.read_text()) if "MiniLM" not in mark[1]
+    ]
+    page = claims.fill("\n".join("".join(mark[::2]) for mark in marks), tmp_path)
+    assert page.count("\n|---") == len(marks) == 6
+    assert "nan" not in page
 
 
-def test_another_figure_is_another_page(toy: Path) -> None:
-    before = page.render(toy)[page.PAGE]
-    run = runs.read("learn", toy)
-    run["runs"][0]["curve"][-1][1] += 0.25
-    assert learn.section(run) not in before
-
-
-def test_the_command_writes_the_page(tmp_path: Path, toy: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.claims", "--render"]
-        + ["--results", str(toy), "--docs", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / page.PAGE).read_text() == page.render(toy)[page.PAGE]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--toy", "--only", "shared"], "--results"),
-        (["--render", "--results", "nowhere", "--docs", "nowhere"], "wrapper"),
-    ],
-)
-def test_the_command_says_what_is_wrong(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+def test_the_records_have_the_settings_in_the_code(tmp_path: Path) -> None:
+    for name, experiment in claims.EXPERIMENTS.items():
+        path = runs.keep(tmp_path / "run.json", experiment.Settings(), {})
+        now, then = (json.loads(p.read_text())["settings"] for p in (path, claims.record(name)))
+        config = now.pop("config", {})  # settings that came later leave earlier runs as they were
+        assert all(config[key] == value for key, value in then.pop("config", {}).items())
+        assert now == then
 
 
 def test_the_loop_and_split_heads_differ_when_a_weight_does() -> None:
@@ -121,88 +74,198 @@ def test_operators_count_a_product_and_not_a_view() -> None:
     assert wrapper.operators(lambda: a.T @ a) == 1
 
 
-def test_a_past_token_costs_what_the_hand_says() -> None:
-    for name, layer in sixteenth.layers(10, 5).items():
-        assert sixteenth.count(layer, 3) == sixteenth.expected(10, layer.num_heads, layer.head_dim)
-        one_head = {sixteenth.FULL: 100, sixteenth.SPLIT: 20, sixteenth.WIDE: 20}
-        assert sixteenth.count(layer, 7)["past"] == one_head[name]
-
-
-def test_rows_of_another_head_have_no_gradient_and_shared_rows_have() -> None:
-    found = shared.measure(shared.TOY, lambda line: None)
-    for rows in found["split"].values():
-        assert torch.equal(torch.tensor(rows) != 0, torch.eye(3, dtype=torch.bool))
-    assert all(row[3] > 0 and row[4] > 0 for row in found["one_kv"])
-    shared_rows = {**found, "settings": {"sizes": [[6, 3]]}}
-    shared_rows["split"] = {"W_key": [[1.0, 0.5, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]}
-    with pytest.raises(AssertionError):
-        shared.verdict(shared_rows)
-
-
-def _made(ends: dict[int, list[float]]) -> dict[str, Any]:
-    """A run of `learn` with these final losses by number of heads."""
-    return {
-        "settings": {"rates": [0.1], "heads": list(ends)},
-        "runs": [
-            {"rate": 0.1, "seed": seed, "heads": heads, "curve": [[0, 9.0], [4, loss]]}
-            for heads, losses in ends.items()
-            for seed, loss in enumerate(losses)
-        ],
-    }
-
-
-def test_what_the_seeds_say_is_in_words() -> None:
-    found = learn.outcomes(
-        _made({1: [3.0, 3.1, 3.2], 2: [2.5, 2.61, 2.7], 4: [3.3, 3.41, 3.5], 8: [3.2, 3.0, 3.1]}),
-        0.1,
-    )
-    assert [found[n].word for n in (2, 4, 8)] == ["better", "worse", "no difference shown"]
-    assert found[2].gain == pytest.approx((0.5 + 0.49 + 0.5) / 3)
+def test_verdicts_follow_the_interval_over_seeds() -> None:
     # by hand: deviation of (0.5, 0.49, 0.5) is 0.01 / sqrt(3), Student's t with 2 degrees 4.303
-    assert found[2].margin == pytest.approx(4.303 * 0.01 / 3, rel=1e-3)
-    assert found[2].wins == 3
+    assert learn.compared([0.5, 0.49, 0.5]) == ["+0.497 (+0.482 to +0.511)", "3 of 3", "better"]
+    assert learn.compared([-0.3, -0.31, -0.3])[2] == "worse"
+    assert learn.compared([-0.2, 0.1, 0.1])[1:] == ["2 of 3", "no difference"]
 
 
-def test_looking_on_the_way_leaves_the_losses_alone() -> None:
+def test_labeling_on_the_way_leaves_the_losses_alone() -> None:
     from headwise.models.run import Run
 
-    config = specialise.TOY.config
-    plain = Run(replace(config, seed=0))
-    losses = [plain.advance() for _ in range(3)]
-    watched, seen = Run(replace(config, seed=0)), []
+    plain, watched = (Run(replace(specialise.TOY.config, seed=0)) for _ in range(2))
+    losses = []
     for _ in range(3):
-        specialise.seen(watched)
-        seen.append(watched.advance())
-    assert losses == seen
+        specialise.state(watched)
+        losses.append((plain.advance(), watched.advance()))
+    assert all(one == two for one, two in losses)
 
 
-def test_heads_that_look_alike_are_not_apart() -> None:
+def test_equal_heads_have_no_distance() -> None:
     maps = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[1.0, 0.0], [0.0, 1.0]]])
     assert specialise.total_variation(maps) == pytest.approx(0.25)
     assert specialise.total_variation(maps[:1].repeat(3, 1, 1)) == 0
 
 
-def test_a_one_hot_head_is_dead_and_the_others_are_not() -> None:
+def test_a_saturated_head_learns_nothing_and_the_others_do() -> None:
     generator = torch.Generator().manual_seed(0)
     layer = paths.Layer.draw(6, generator)
     x, pull = torch.randn(2, 7, 6, generator=generator, dtype=torch.float64)
     x.requires_grad_()
-    plain, _ = paths.score_and_value_gradients(layer, x, pull, 2, None)
-    factors = torch.tensor([1e9, 1.0], dtype=torch.float64)
-    sharp, through_values = paths.score_and_value_gradients(layer, x, pull, 2, factors)
+    plain = paths.score_gradients(layer, x, pull, 2, None)
+    sharp = paths.score_gradients(layer, x, pull, 2, torch.tensor([1e9, 1.0]).double())
     assert plain.min() > 0
     assert sharp[0].max() == 0
     assert torch.allclose(sharp[1], plain[1], rtol=1e-12)
-    assert through_values > 0
 
 
-def test_effective_rank_of_an_orthogonal_map_is_its_size() -> None:
-    q, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))
-    assert paths.effective_rank(torch.linalg.svdvals(q)) == pytest.approx(5)
+# --- relations ------------------------------------------------------------------------------------
+
+WORDS = {
+    "determiner": "the a an this that these those every each some any no all both another such "
+    "what which most many several",
+    "preposition": "about above across after against along among at before behind below beneath "
+    "beside between beyond by during for from in into like near of on outside over since than "
+    "through to toward under until with within without",
+    "coreference": "he him his himself she her herself it its itself they them their",
+}
+NEARBY = 5  # words between a noun and its determiner or adjective
 
 
-@pytest.mark.parametrize("module", [learn, paths, sixteenth, specialise, words, wrapper])
-def test_examples_in_the_code_run(module: ModuleType) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted
-    assert not found.failed
+def mistakes(sentence: Sentence) -> list[str]:
+    """Return the rules of relations.md that a sentence's marks break."""
+    words = [word.lower() for word in (sentence.text[a:b] for a, b in sentence.spans)]
+    found = []
+    for relation, pairs in sentence.pairs.items():
+        if any(one == two or not words[one][0].isalpha() for one, two in pairs):
+            found.append(f"{relation}: a word with itself, or punctuation")
+        many = Counter(pairs if relation == "coreference" else [first for first, _ in pairs])
+        if many and max(many.values()) > 1:
+            found.append(f"{relation}: twice")
+        known = WORDS.get(relation, "").split()
+        if known and (odd := {words[first] for first, _ in pairs} - set(known)):
+            found.append(f"{relation}: {odd}")
+    found += [
+        f"{relation}: not just before its noun"
+        for relation in ("determiner", "adjective")
+        if any(not 0 < two - one <= NEARBY for one, two in sentence.pairs[relation])
+    ]
+    marked = {first for first, _ in sentence.pairs["determiner"]}
+    if any(word in ("a", "an", "the") and at not in marked for at, word in enumerate(words)):
+        found.append("determiner: an article without a noun")
+    return found
+
+
+def test_sentences_are_unique_balanced_and_follow_the_rules() -> None:
+    assert len({one.text for one in SENTENCES}) == len(SENTENCES) >= 150
+    for relation in RELATIONS:
+        counts = [
+            sum(len(one.pairs[relation]) for one in SENTENCES if one.half == half)
+            for half in relations.HALVES
+        ]
+        assert 60 <= max(counts) < 1.3 * min(counts), relation
+    assert not [f"{one.text} {rule}" for one in SENTENCES for rule in mistakes(one)]
+
+
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        ({"determiner": "The>man"}, "an article without a noun"),
+        ({"determiner": "The>man a>dog a>man"}, "determiner: twice"),
+        ({"determiner": "The>dog a>man"}, "not just before"),
+        ({"determiner": "The>man a>dog", "preposition": "saw>dog"}, "preposition: {'saw'}"),
+        ({"determiner": "The>man a>dog", "subject": "man>man"}, "with itself"),
+    ],
+)
+def test_a_mark_that_breaks_a_rule_is_found(marks: dict[str, str], said: str) -> None:
+    assert said in " ".join(mistakes(Sentence.read("The old man saw a dog.", **marks)))
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [("the>man", "stands 2 times"), ("an>man", "stands 0 times"), ("the man", "not word>word")],
+)
+def test_a_pair_that_cannot_be_read_is_named(cell: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Sentence.read("He saw the man and the boy.", determiner=cell)
+
+
+MADE = [
+    Sentence.read("The old man saw a dog.", determiner="The>man a>dog"),
+    Sentence.read("A dog saw the very old man.", determiner="A>dog the>man"),
+]
+
+
+def guesses(*heads: str) -> list[Tensor]:
+    """Predictions of heads that attend to every target, to none, or to the next word."""
+    found = []
+    for sentence in MADE:
+        size = len(sentence.spans)
+        target = torch.full((size, size), 0.1)
+        for word, noun in sentence.pairs["determiner"]:
+            target[word, noun] = 0.5
+        kinds = {"always": target, "never": -target, "next": torch.eye(size).roll(1, 1)}
+        found.append(relations.strongest(torch.stack([kinds[head] for head in heads])[None]))
+    return found
+
+
+def test_heads_and_offsets_are_scored_by_their_hits() -> None:
+    found = relations.trials("determiner", False, MADE, guesses("always", "never", "next"))
+    assert found.heads[:, 0].mean(0).tolist() == [1.0, 0.0, 0.5]
+    assert found.sentence.tolist() == [0, 0, 1, 1]
+    by_offset = dict(zip(OFFSETS, found.offsets.mean(0).tolist(), strict=True))
+    assert {at: share for at, share in by_offset.items() if share} == {1: 0.5, 2: 0.25, 3: 0.25}
+    row = relations.outcome(found, found, SMALL)
+    assert (row["head"], row["offset"]) == ("0.0", 1)
+    assert (row["hits"], row["offset_hits"][0], row["gain"][0]) == ([1.0, 1.0, 1.0], 0.5, 0.5)
+    assert row["offset_misses"] == [2, 2]
+
+
+def test_only_earlier_targets_count_in_a_causal_model() -> None:
+    ahead = guesses("always")
+    assert len(relations.trials("determiner", False, MADE, ahead, causal=True).sentence) == 0
+    assert len(relations.trials("determiner", True, MADE, ahead, causal=True).sentence) == 4
+
+
+def test_a_word_does_not_predict_itself() -> None:
+    assert relations.strongest(torch.tensor([[0.9, 0.1], [0.0, 1.0]])).tolist() == [1, 0]
+
+
+def test_tokens_are_assigned_to_words() -> None:
+    sentence = Sentence.read("Ann ran far.")
+    member = relations.word_of_tokens(["", "A", "nn", " ran", " far", ".", ""], sentence)
+    assert member.nonzero().tolist() == [[1, 0], [2, 0], [3, 1], [4, 2], [5, 3]]
+    with pytest.raises(ValueError, match="no token of its own"):
+        relations.word_of_tokens(["Ann ran", " far", "."], sentence)
+
+
+def test_word_weights_are_those_of_the_model() -> None:
+    model, tokenizer = relations.MODELS["built-in"]()
+    sentence = SENTENCES[0]
+    weights = relations.word_weights(model, tokenizer, sentence)
+    encoded = relations.Vocabulary(tokenizer).encode(sentence.text)
+    member = relations.word_of_tokens(encoded.pieces or [], sentence)
+    exact = hw.attention_of(model, torch.tensor([encoded.ids]), 1)[0]
+    for head in range(4):
+        summed = exact[head] @ member  # over the tokens of a key's word
+        means = torch.stack([summed[column.bool()].mean(0) for column in member.T])
+        torch.testing.assert_close(weights[1, head], means, atol=1e-5, rtol=0)
+
+
+def test_the_head_is_chosen_on_one_half_alone() -> None:
+    def made(best: int) -> Trials:
+        heads, offsets = torch.zeros(6, 2, 3), torch.zeros(6, len(OFFSETS))
+        heads[:5, best // 3, best % 3] = 1
+        offsets[:4, best] = 1
+        return Trials(torch.arange(6), heads.double(), offsets.double())
+
+    rows: list[dict[str, Any]] = [
+        relations.outcome(made(4), scored, SMALL) for scored in (made(4), made(1))
+    ]
+    assert [row["head"] for row in rows] == ["1.1", "1.1"]
+    assert [row["offset"] for row in rows] == [OFFSETS[4]] * 2
+    assert [row["hits"][0] for row in rows] == [pytest.approx(5 / 6), 0.0]
+
+
+def test_the_interval_covers_as_often_as_it_claims() -> None:
+    """Sentences of one to four words that hit or miss together, at a rate of 0.3."""
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for seed in range(100):
+        sentence = torch.arange(80).repeat_interleave(torch.arange(80) % 4 + 1)
+        hit = (torch.rand(80, generator=generator) < 0.3).double()[sentence]
+        settings = replace(SMALL, draws=200, seed=seed)
+        _, low, high = relations.intervals(hit[:, None], sentence, settings)[0]
+        covered += low <= 0.3 <= high
+    assert 88 <= covered <= 99
