@@ -125,7 +125,7 @@ def qkv(run: Run, batch: int, heads: int, length: int, dim: int) -> list[Tensor]
     return [*torch.randn(3, batch, heads, length, dim, device=run.device, dtype=run.dtype)]
 
 
-def read(seen: hw.Seen) -> hw.Seen:
+def read(seen: hw.stats.Seen) -> hw.stats.Seen:
     """Read every metric, which is computed only then."""
     for name in seen.readings.known:
         _ = seen[name]
@@ -244,7 +244,7 @@ def host(run: Run) -> None:
     q, k, v = qkv(run, 1, 12, 256, 64) if not run.dry else qkv(run, 1, 2, 32, 16)
     lengths = torch.tensor([q.shape[2] - 3], device=run.device)
 
-    def observed(mask: hw.Mask, **options: Any) -> hw.Seen:
+    def observed(mask: hw.Mask, **options: Any) -> hw.stats.Seen:
         return hw.observe(q, k, v, *SIX, mask=mask, **options)
 
     causal, padded = hw.Causal(), hw.Causal() & hw.Padding(lengths)

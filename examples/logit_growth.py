@@ -99,7 +99,7 @@ def train(settings: Settings, rate: float, method: Method, seed: int, text: Text
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     floor = None if method.floor is None else hw.EntropyFloor(model, method.floor)
     generator = torch.Generator().manual_seed(seed)
-    marks, losses, alarms = [], [], list[hw.Alarm]()
+    marks, losses, alarms = [], [], list[hw.telemetry.Alarm]()
     rules = [replace(rule, then=alarms.append) for rule in RULES]
     with hw.Monitor(model, optimizer, settings.every, rules=rules, clip=method.limit) as monitor:
         for step in range(settings.steps):

@@ -130,7 +130,7 @@ def headwise_again(
     key: Tensor,
     value: Tensor,
     mask: hw.Mask | None,
-) -> hw.Seen:
+) -> hw.stats.Seen:
     """The call with the converted weights; key and value may be of different sequences."""
     heads, shared = sizes["num_heads"], sizes["num_kv_heads"]
     rows = state["out.weight"].shape[1] // heads

@@ -146,7 +146,7 @@ def positions(attributes: dict[str, Any], first: Tensor, queries: int, keys: int
     return [hw.Dense(seen)]
 
 
-def matrix(case: Case, call: dict[str, Any], seen: hw.Seen) -> Tensor:
+def matrix(case: Case, call: dict[str, Any], seen: hw.stats.Seen) -> Tensor:
     """The matrix that the node shows: scores, capped, with biases, or the probabilities."""
     mode = case.attributes.get("qk_matmul_output_mode", 0)
     if mode == 3:

@@ -40,7 +40,7 @@ STATISTICS = (
     "previous",
     "query_norm",
 )
-RULES = (hw.Rule("first", above=0.0, steps=2, then=lambda alarm: None),)
+RULES = (hw.telemetry.Rule("first", above=0.0, steps=2, then=lambda alarm: None),)
 
 
 def train(folder: Path) -> None:

@@ -82,7 +82,9 @@ def advance(model: Any, optimizer: torch.optim.Optimizer, number: int, micro: in
     optimizer.zero_grad()
 
 
-def seen_in(model: nn.Module, inputs: list[Tensor], *statistics: hw.Statistic) -> hw.Watched:
+def seen_in(
+    model: nn.Module, inputs: list[Tensor], *statistics: hw.Statistic
+) -> hw.capture.Watched:
     """What `watch()` sees of the same forwards; random numbers are left as they were."""
     with torch.random.fork_rng(), hw.watch(model, *statistics) as seen:
         for x in inputs:

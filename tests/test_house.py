@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fresh
+import headwise as hw
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,6 +94,22 @@ print("fine")
 def test_the_block_can_fail() -> None:
     done = run(BLOCK + "import plotly")
     assert "plotly is blocked" in done.stderr
+
+
+def test_the_public_names_are_these() -> None:
+    statistics = """Distance Entropy LSE Map Mass MaxLogit Norms OffsetHistogram OutputNorm Received
+        RowSum Running Similarity Sink Statistic TopKeys"""
+    masks = """ALiBi At Bias Causal Dense Documents First Induction Mask Padding Prefix Previous
+        SameToken Self Window"""
+    layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"
+    functions = """ablate ablation_scan accelerate attend attention_of check convert detect_layout
+        explain head_outputs importance look observe qk_clip_ register timeline watch"""
+    others = "__version__ integrations parallel"
+    names = " ".join((statistics, masks, layers, functions, others)).split()
+    assert sorted(dir(hw)) == sorted(names)
+    assert len(names) <= 60
+    for name in names:
+        getattr(hw, name)
 
 
 def test_importing_headwise_imports_nothing_heavy() -> None:

@@ -60,7 +60,7 @@ def trained(folder: Path, *callbacks: Callback, checkpoint: Any = None, **more: 
 def test_the_training_is_the_same_and_every_micro_batch_counts(tmp_path: Path) -> None:
     plain = trained(tmp_path).state_dict()
     path = tmp_path / "heads.sqlite"
-    callback = hw.LightningMonitor(every=2, queries=None, history=path)
+    callback = hw.integrations.LightningMonitor(every=2, queries=None, history=path)
     assert isinstance(callback, Callback)
     watched = trained(tmp_path, callback).state_dict()
     assert all(torch.equal(watched[name], plain[name]) for name in plain)
@@ -83,7 +83,7 @@ def test_clipping_is_after_each_step(tmp_path: Path) -> None:
     found = plain
     trained(tmp_path, Tell())
     clipped = found = []
-    trained(tmp_path, hw.LightningMonitor(every=100, clip=0.05), Tell())
+    trained(tmp_path, hw.integrations.LightningMonitor(every=100, clip=0.05), Tell())
     assert max(clipped[MICRO:]) < 0.5 * max(plain[MICRO:])
 
 
@@ -95,9 +95,9 @@ def test_a_resumed_trainer_goes_on_with_its_history(tmp_path: Path) -> None:
             if trainer.global_step == 3:
                 trainer.save_checkpoint(tmp_path / "three.ckpt")
 
-    trained(tmp_path, hw.LightningMonitor(every=1, history=path), Save())
+    trained(tmp_path, hw.integrations.LightningMonitor(every=1, history=path), Save())
     before = hw.History(path)["entropy"].values
-    callback = hw.LightningMonitor(every=1, history=path)
+    callback = hw.integrations.LightningMonitor(every=1, history=path)
     trained(tmp_path, callback, checkpoint=tmp_path / "three.ckpt")
     history = hw.History(path)
     assert history.steps == [1, 2, 3, 4, 5, 6]
@@ -105,8 +105,8 @@ def test_a_resumed_trainer_goes_on_with_its_history(tmp_path: Path) -> None:
 
 
 def test_a_stop_saves_first(tmp_path: Path) -> None:
-    rules = [hw.Rule("entropy", above=0.0, steps=2, then="stop")]
-    callback = hw.LightningMonitor(every=2, rules=rules)
+    rules = [hw.telemetry.Rule("entropy", above=0.0, steps=2, then="stop")]
+    callback = hw.integrations.LightningMonitor(every=2, rules=rules)
     with pytest.warns(UserWarning, match="step 2: head 0"):
         trained(tmp_path, callback)
     assert callback.monitor.steps == 2

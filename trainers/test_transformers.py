@@ -67,7 +67,7 @@ def test_the_training_is_the_same_and_steps_are_the_trainers(
     plain = trainer(tmp_path / "plain", **more)
     plain.train()
     path = tmp_path / "heads.sqlite"
-    callback = hw.MonitorCallback(every=2, queries=None, history=path)
+    callback = hw.integrations.MonitorCallback(every=2, queries=None, history=path)
     assert isinstance(callback, TrainerCallback)
     watched = trainer(tmp_path / "watched", callback, **more)
     watched.train()
@@ -86,9 +86,9 @@ def test_the_training_is_the_same_and_steps_are_the_trainers(
 
 def test_a_resumed_trainer_goes_on_with_its_history(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole.sqlite", tmp_path / "heads.sqlite"
-    trainer(tmp_path / "a", hw.MonitorCallback(every=1, history=whole)).train()
-    trainer(tmp_path / "b", hw.MonitorCallback(every=1, history=path)).train()
-    again = trainer(tmp_path / "b", hw.MonitorCallback(every=1, history=path))
+    trainer(tmp_path / "a", hw.integrations.MonitorCallback(every=1, history=whole)).train()
+    trainer(tmp_path / "b", hw.integrations.MonitorCallback(every=1, history=path)).train()
+    again = trainer(tmp_path / "b", hw.integrations.MonitorCallback(every=1, history=path))
     again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3"))
     one, two = hw.History(whole), hw.History(path)
     assert one.steps == two.steps == [1, 2, 3, 4, 5, 6]
@@ -97,8 +97,8 @@ def test_a_resumed_trainer_goes_on_with_its_history(tmp_path: Path) -> None:
 
 
 def test_a_stop_saves_first(tmp_path: Path) -> None:
-    rules = [hw.Rule("entropy", above=0.0, steps=2, then="stop")]
-    callback = hw.MonitorCallback(every=2, rules=rules)
+    rules = [hw.telemetry.Rule("entropy", above=0.0, steps=2, then="stop")]
+    callback = hw.integrations.MonitorCallback(every=2, rules=rules)
     stopped = trainer(tmp_path, callback, save_steps=100)
     with pytest.warns(UserWarning, match="step 2: head 0 of transformer.h.0.attn"):
         stopped.train()
@@ -109,12 +109,12 @@ def test_a_stop_saves_first(tmp_path: Path) -> None:
 
 def test_what_the_trainer_tells_is_refused() -> None:
     with pytest.raises(ValueError, match=r"MonitorCallback\(model=…\): the trainer tells"):
-        hw.MonitorCallback(model=model())
+        hw.integrations.MonitorCallback(model=model())
 
 
 def test_a_rule_is_refused_in_the_words_of_a_monitor(tmp_path: Path) -> None:
-    rules = [hw.Rule("entropie", below=0.1)]
-    callback = hw.MonitorCallback(rules=rules)
+    rules = [hw.telemetry.Rule("entropie", below=0.1)]
+    callback = hw.integrations.MonitorCallback(rules=rules)
     with pytest.raises(ValueError, match="not recorded") as told:
         trainer(tmp_path, callback).train()
     with pytest.raises(ValueError, match="not recorded") as refused:
@@ -142,7 +142,7 @@ def test_an_optimizer_in_accelerates_wrapper_tells_of_its_steps() -> None:
 def test_a_compiled_trainer(tmp_path: Path) -> None:
     torch._dynamo.reset()
     more = {"torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no"}
-    callback = hw.MonitorCallback(every=3, queries=None)
+    callback = hw.integrations.MonitorCallback(every=3, queries=None)
     trainer(tmp_path, callback, **more).train()
     assert set(callback.monitor.layers) == {f"transformer.h.{n}.attn" for n in range(LAYERS)}
     assert callback.monitor.steps == 6

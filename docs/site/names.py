@@ -16,6 +16,9 @@ from typing import Any
 API = Path(__file__).parents[1] / "api"
 MODULES = {
     "headwise": "headwise",
+    "headwise.stats": "headwise.stats",
+    "headwise.capture": "headwise.capture",
+    "headwise.integrations": "headwise.integrations",
     "headwise.parallel": "headwise.parallel",
     "headwise.telemetry": "headwise.telemetry",
     "headwise.testing": "headwise.testing",
@@ -25,6 +28,7 @@ MODULES = {
 """What users import, and the module whose `__all__` says what is public in it."""
 
 FURTHER = (
+    "headwise.check.Verdict",
     "headwise.models.builtin",
     "headwise.models.corpus.manual",
     "headwise.models.corpus.repeated_tokens",

@@ -5,22 +5,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from .attend import attend
 from .capture import (
-    Accelerated,
-    HeadEffects,
-    HeadOutputs,
-    Watched,
     ablate,
     ablation_scan,
     accelerate,
     attention_of,
     head_outputs,
     importance,
-    join_tables,
-    load_seen,
     register,
     watch,
 )
-from .check import Verdict, check
+from .check import check
 from .core.mask_algebra import Mask
 from .core.masks import ALiBi, Bias, Causal, Dense, Documents, Padding, Prefix, Window
 from .layers.attention import MultiHeadAttention
@@ -28,7 +22,7 @@ from .layers.kv_cache import KVCache
 from .layers.rope import RoPE
 from .stats.distance import Distance
 from .stats.entropy import Entropy
-from .stats.explain import Explanation, explain
+from .stats.explain import explain
 from .stats.lse import LSE, Sink
 from .stats.map import Map
 from .stats.mass import Mass
@@ -39,34 +33,26 @@ from .stats.output_norm import OutputNorm
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.plan import RowSum
 from .stats.received import Received
-from .stats.record import Reading
 from .stats.running import Running
-from .stats.seen import Seen
 from .stats.similarity import Similarity
 from .stats.statistic import Statistic
 from .stats.top_keys import TopKeys
 
 if _TYPE_CHECKING:
+    from . import capture as capture
+    from . import integrations as integrations
     from . import models as models
     from . import parallel as parallel
     from . import report as report
+    from . import stats as stats
     from . import systems as systems
     from . import telemetry as telemetry
     from . import testing as testing
     from . import tutorial as tutorial
     from . import weights as weights
-    from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
     from .report.look import look
     from .report.page.timeline import timeline
-    from .telemetry import (
-        Alarm,
-        History,
-        LightningMonitor,
-        Monitor,
-        MonitorCallback,
-        Rule,
-        StopTraining,
-    )
+    from .telemetry import History, Monitor
     from .telemetry.clip import qk_clip_
     from .telemetry.floor import EntropyFloor
     from .weights.convert import convert
@@ -77,8 +63,6 @@ __version__ = "0.1.0"
 __all__ = [
     "LSE",
     "ALiBi",
-    "Accelerated",
-    "Alarm",
     "At",
     "Bias",
     "Causal",
@@ -87,22 +71,15 @@ __all__ = [
     "Documents",
     "Entropy",
     "EntropyFloor",
-    "Explanation",
     "First",
-    "HeadEffects",
-    "HeadName",
-    "HeadOutputs",
     "History",
     "Induction",
     "KVCache",
-    "Label",
-    "LightningMonitor",
     "Map",
     "Mask",
     "Mass",
     "MaxLogit",
     "Monitor",
-    "MonitorCallback",
     "MultiHeadAttention",
     "Norms",
     "OffsetHistogram",
@@ -110,22 +87,16 @@ __all__ = [
     "Padding",
     "Prefix",
     "Previous",
-    "Reading",
     "Received",
     "RoPE",
     "RowSum",
-    "Rule",
     "Running",
     "SameToken",
-    "Seen",
     "Self",
     "Similarity",
     "Sink",
     "Statistic",
-    "StopTraining",
     "TopKeys",
-    "Verdict",
-    "Watched",
     "Window",
     "ablate",
     "ablation_scan",
@@ -138,12 +109,8 @@ __all__ = [
     "explain",
     "head_outputs",
     "importance",
-    "is_delimiter",
-    "join_tables",
-    "load_seen",
+    "integrations",
     "look",
-    "name_heads",
-    "naming_statistics",
     "observe",
     "parallel",
     "qk_clip_",
@@ -152,12 +119,13 @@ __all__ = [
     "watch",
 ]
 
-_LAZY_MODULES = "models parallel report systems telemetry testing tutorial weights".split()
+_LAZY_MODULES = (
+    "integrations models parallel report systems telemetry testing tutorial weights".split()
+)
 _LAZY_NAMES = {
-    "report.head_labels": "HeadName Label is_delimiter name_heads naming_statistics",
     "report.look": "look",
     "report.page.timeline": "timeline",
-    "telemetry": "Alarm History LightningMonitor Monitor MonitorCallback Rule StopTraining",
+    "telemetry": "History Monitor",
     "telemetry.clip": "qk_clip_",
     "telemetry.floor": "EntropyFloor",
     "weights.convert": "convert",

@@ -59,7 +59,7 @@ def test_forward_and_backward(
     assert_gradients(here, plain_in, exact_in, dtype)
 
 
-def assert_figures(seen: hw.Seen, exact: object) -> None:
+def assert_figures(seen: hw.stats.Seen, exact: object) -> None:
     for statistic in statistics():
         for name, want in statistic.define(exact).items():  # type: ignore[arg-type]
             got = seen[name].cpu().double()

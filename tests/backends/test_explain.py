@@ -173,7 +173,7 @@ def test_a_statistic_of_ones_own_need_not_say() -> None:
     class Agreement(hw.Statistic):
         names = ("agreement",)
 
-        def metric(self, record: Record) -> dict[str, hw.Reading]:
+        def metric(self, record: Record) -> dict[str, hw.stats.Reading]:
             raise AssertionError("nothing is computed")
 
         def define(self, full: Any) -> dict[str, Tensor]:

@@ -44,7 +44,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return heads
 
 
-def watched(model: torch.nn.Module, inputs: dict[str, Tensor], *each: Statistic) -> hw.Watched:
+def watched(
+    model: torch.nn.Module, inputs: dict[str, Tensor], *each: Statistic
+) -> hw.capture.Watched:
     with torch.no_grad(), hw.watch(model, *each) as seen:
         model(**inputs)
         model(**inputs)

@@ -363,7 +363,7 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
         hw.Mass(hw.Induction(ids)),
         hw.explain(*torch.randn(3, 2, 3, 130, 4), hw.Entropy()),
         hw.check(layer),
-        hw.HeadName("attn", 3),
+        hw.report.HeadName("attn", 3),
     ]
     for thing in shown:
         assert "\n" not in repr(thing), type(thing)

@@ -73,7 +73,7 @@ def test_a_table_of_a_layer_takes_few_moves_between_files() -> None:
 def test_what_has_changed_is_followed_in_full() -> None:
     model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
 
-    def watched() -> hw.Watched:
+    def watched() -> hw.capture.Watched:
         with hw.watch(model, hw.Entropy()) as seen:
             model(**inputs)
         return seen

@@ -20,7 +20,7 @@ import fresh
 import headwise as hw
 from ci import in_ci
 from headwise.capture import io as seen_file
-from headwise.capture.captured import Watched, load_seen
+from headwise.capture.captured import Watched
 from headwise.stats.record import Reading
 
 HEADS = 3
@@ -360,7 +360,7 @@ def test_a_file_gives_back_every_bit(
         model(torch.randn(2, 6, 24, dtype=dtype), "ab")
         model(torch.randn(2, 6, 24, dtype=dtype), "a")
     seen.save(tmp_path / "seen")
-    again = load_seen(str(tmp_path / "seen"))
+    again = Watched.load(str(tmp_path / "seen"))
     assert again.modules == seen.modules
     assert equal(states(again), states(seen))
     assert again.table() == seen.table()
@@ -377,10 +377,10 @@ def test_views_infinities_and_empty_tensors_are_kept(tmp_path: Path) -> None:
     seen.add("", {"tensor": Reading(values, rows), "": Reading(whole[:1], rows)}, heads=2)
     seen.add("", {"tensor": Reading(values[..., :0], rows[..., :0]), "": Reading(whole)}, heads=2)
     seen.save(tmp_path / "seen")
-    assert equal(states(load_seen(tmp_path / "seen")), states(seen))
+    assert equal(states(Watched.load(tmp_path / "seen")), states(seen))
     Watched().save(tmp_path / "nothing")
     with pytest.raises(ValueError, match="no attention was seen"):
-        load_seen(tmp_path / "nothing").table()
+        Watched.load(tmp_path / "nothing").table()
 
 
 def test_a_file_appears_whole_or_not_at_all(
@@ -417,19 +417,19 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
     path = tmp_path / "seen"
     with pytest.raises(FileNotFoundError, match="there is no such file"):
-        load_seen(path)
+        Watched.load(path)
     with pytest.raises(IsADirectoryError, match=f"^{re.escape(str(tmp_path))}: is a folder"):
-        load_seen(tmp_path)
+        Watched.load(tmp_path)
     path.write_text("layer,head\n")
     with pytest.raises(ValueError, match="no safetensors file, or damaged"):
-        load_seen(path)
+        Watched.load(path)
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="was not written by save"):
-        load_seen(path)
+        Watched.load(path)
     header = {"format": "headwise.seen", "version": "9", "content": "{}"}
     save_file({"weight": torch.zeros(2)}, path, metadata=header)
     with pytest.raises(ValueError, match="is of version 9, and this headwise reads 1"):
-        load_seen(path)
+        Watched.load(path)
 
 
 def test_files_that_have_no_place_are_refused(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_damage_is_one_error_wherever_it_is(tmp_path: Path, running: bool) -> No
     for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match="damaged"):
-            load_seen(path)
+            Watched.load(path)
     path.write_bytes(whole)
     with safe_open(path, framework="pt") as file:
         header = dict(file.metadata())
@@ -463,7 +463,7 @@ def test_damage_is_one_error_wherever_it_is(tmp_path: Path, running: bool) -> No
         changed = header | {"content": json.dumps(content)}
         save_file(tensors, path, metadata=changed)
         with pytest.raises(ValueError, match="its header is damaged"):
-            load_seen(path)
+            Watched.load(path)
 
     module = content["modules"][0]
     for broken in [[], {}, {"running": running}, {"running": running, "modules": [1]}]:
@@ -477,7 +477,7 @@ def test_damage_is_one_error_wherever_it_is(tmp_path: Path, running: bool) -> No
     wrong = header | {"content": header["content"][:-1]}
     save_file(tensors, path, metadata=wrong)
     with pytest.raises(ValueError, match="its header is damaged"):
-        load_seen(path)
+        Watched.load(path)
 
 
 def test_graphs_do_not_follow_into_a_file(tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_graphs_do_not_follow_into_a_file(tmp_path: Path) -> None:
         layer(torch.randn(1, 5, 24), mask=hw.Causal())
     assert seen[""]["entropy"].requires_grad
     seen.save(tmp_path / "seen")
-    assert not load_seen(tmp_path / "seen")[""]["entropy"].requires_grad
+    assert not Watched.load(tmp_path / "seen")[""]["entropy"].requires_grad
 
 
 # ── nothing seen ────────────────────────────────────────────────────────────────────────────────
@@ -663,7 +663,7 @@ def test_a_file_is_not_named_as_one_of_another_format(tmp_path: Path, name: str)
     assert not list(tmp_path.iterdir())
     for fine in ("y", "y.safetensors", "lr0.01"):
         seen.save(tmp_path / fine)
-        assert hw.load_seen(tmp_path / fine).table() == seen.table()
+        assert hw.capture.Watched.load(tmp_path / fine).table() == seen.table()
 
 
 def test_a_table_takes_one_copy_to_the_host_for_metrics_of_a_kind(

@@ -18,7 +18,7 @@ STATISTICS += (hw.OutputNorm(), hw.Norms())
 OF_WEIGHTS = {"lse", "entropy", "first", "distance"}
 
 
-def watched(model: nn.Module, *statistics: Any, **keywords: Any) -> hw.Watched:
+def watched(model: nn.Module, *statistics: Any, **keywords: Any) -> hw.capture.Watched:
     torch.manual_seed(1)
     x = torch.randn(B, T, E)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_what_is_not_known_stays_so_in_files_sums_and_frames(tmp_path: Path) -> 
     for running in (False, True):
         seen = watched(made("matmul"), running=running)
         seen.save(tmp_path / "seen.safetensors")
-        again = hw.load_seen(tmp_path / "seen.safetensors")
+        again = hw.capture.Watched.load(tmp_path / "seen.safetensors")
         for one in (again, seen + again):
             assert one.unavailable == seen.unavailable
             assert one[""]["query_norm"].isnan().all()

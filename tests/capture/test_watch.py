@@ -568,14 +568,14 @@ class ByHand(Fused):
         return self.out((F.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
 
 
-def calls(seen: hw.Watched) -> set[int]:
+def calls(seen: hw.capture.Watched) -> set[int]:
     return {row["calls"] for row in seen.table()}
 
 
 @pytest.mark.parametrize("ends_first", [0, 1])
 def test_tasks_that_take_turns_count_their_own_calls(ends_first: int) -> None:
     model, x, before = Everyway(), torch.randn(2, T, E), state()
-    found: dict[int, hw.Watched] = {}
+    found: dict[int, hw.capture.Watched] = {}
 
     async def other(number: int, turns: int) -> None:
         with hw.watch(model, hw.Entropy()) as seen:
@@ -622,7 +622,7 @@ def test_a_watch_around_all_tasks_sees_all_of_them() -> None:
 def test_calls_of_another_task_are_named() -> None:
     model, x = Everyway(), torch.randn(2, T, E)
 
-    async def main() -> hw.Watched:
+    async def main() -> hw.capture.Watched:
         begun = asyncio.Event()
 
         async def stranger() -> None:

@@ -44,7 +44,7 @@ class Attends(nn.Module):
         return self.out(y) if self.joins else y
 
 
-def seen_of(model: nn.Module, x: Tensor) -> hw.Watched:
+def seen_of(model: nn.Module, x: Tensor) -> hw.capture.Watched:
     """What is seen of a model, whose output stays as it is."""
     plain = model(x)
     with hw.watch(model, *ASKED) as seen:
@@ -57,7 +57,9 @@ def heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def assert_seen_rightly(model: Attends, seen: hw.Watched, mask: hw.Mask | None = None) -> None:
+def assert_seen_rightly(
+    model: Attends, seen: hw.capture.Watched, mask: hw.Mask | None = None
+) -> None:
     """Entropies and the like are those of the whole matrix, over all calls of the module."""
     full = truth(*map(heads, model.split), mask=mask, scale=1.0)
     calls = seen[""].calls
@@ -69,7 +71,7 @@ def assert_seen_rightly(model: Attends, seen: hw.Watched, mask: hw.Mask | None =
     assert row["queries"] == row["of_queries"] == full.lse[:, 0].numel()
 
 
-def assert_left_out(seen: hw.Watched, *words: str) -> None:
+def assert_left_out(seen: hw.capture.Watched, *words: str) -> None:
     """The module is not in the table, and the reason is given."""
     assert seen.modules == ()
     assert "" in seen.left_out
@@ -79,7 +81,7 @@ def assert_left_out(seen: hw.Watched, *words: str) -> None:
         seen.table()
 
 
-def left_out_or_right(model: Attends, seen: hw.Watched) -> None:
+def left_out_or_right(model: Attends, seen: hw.capture.Watched) -> None:
     if seen.modules:
         assert_seen_rightly(model, seen)
     else:
@@ -422,7 +424,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ── how many queries of how many ────────────────────────────────────────────────────────────────
 
 
-def counts(seen: hw.Watched) -> set[tuple[int, int]]:
+def counts(seen: hw.capture.Watched) -> set[tuple[int, int]]:
     return {(row["queries"], row["of_queries"]) for row in seen.table()}
 
 
@@ -441,7 +443,7 @@ def test_queries_seen_of_those_there_are(running: bool, tmp_path: Any) -> None:
         assert counts(seen + seen) == {(4 * B * T, 4 * B * T)}
         seen.left_out["other"] = "a reason"
         seen.save(tmp_path / "seen")
-        again = hw.load_seen(tmp_path / "seen")
+        again = hw.capture.Watched.load(tmp_path / "seen")
         assert again.table() == seen.table()
         assert again.left_out == (seen + seen).left_out == {"other": "a reason"}
 

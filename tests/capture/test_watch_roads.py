@@ -334,7 +334,7 @@ class Own(nn.Module):
         return self.layer(x, mask=hw.Dense(torch.ones(T, T).tril(-1).bool()))
 
 
-def counted(seen: hw.Watched) -> Tensor:
+def counted(seen: hw.capture.Watched) -> Tensor:
     """Which queries count in a model of one layer, `[B, H, T]`."""
     rows = seen[seen.modules[0]].calls[0]["lse"].rows
     assert rows is not None

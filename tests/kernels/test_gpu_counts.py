@@ -200,7 +200,7 @@ MODELS = {"gpt2": gpt2, "llama": llama}
 
 def watched(
     gpu: Count, name: str, layers: int, padding: bool, **options: Any
-) -> tuple[hw.Watched, int, int]:
+) -> tuple[hw.capture.Watched, int, int]:
     """Watch a forward pass; with the kernels and waits beyond those of the model itself."""
     with torch.device("cuda"):
         model, ids = MODELS[name](layers).eval(), torch.zeros(2, 24, dtype=torch.long)

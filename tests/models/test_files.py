@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import headwise as hw
 from headwise import _io as _files
 from headwise._io import only_writer, place_for, write_whole
-from headwise.capture.captured import Watched, load_seen
+from headwise.capture.captured import Watched
 from headwise.cli.main import main
 from headwise.models.gpt import GPT, FolderError, GPTConfig
 from headwise.models.run import TrainConfig
@@ -57,7 +57,7 @@ def converted(path: Path) -> None:
 
 
 WRITERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
-    "seen": (lambda path: Watched().save(path), load_seen),
+    "seen": (lambda path: Watched().save(path), Watched.load),
     "look": (lambda path: a_look().save(path), load),
     "page": (lambda path: write_page(a_look(), path), load),
     "convert": (converted, load_file),

@@ -103,7 +103,7 @@ def check_layer(mesh: DeviceMesh, name: str, mask: str) -> None:
         assert torch.allclose(total, right_one, atol=1e-9), statistic
 
 
-def figures_of(seen: hw.Watched) -> dict[str, Tensor]:
+def figures_of(seen: hw.capture.Watched) -> dict[str, Tensor]:
     """What is kept of each statistic, over the calls."""
     found: dict[str, Tensor] = {}
     for call in seen[""].calls:

@@ -201,7 +201,7 @@ def mattered(over_ranks: bool) -> list[dict[str, Any]]:
     gloo()
     mine = list(hw.parallel.share_of(batches()))
     effects = hw.parallel.merged(hw.importance(layer(), loss, mine) if mine else None)
-    assert isinstance(effects, hw.HeadEffects)
+    assert isinstance(effects, hw.capture.HeadEffects)
     return effects.table()
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headwise as hw
-from headwise.capture.captured import load_seen
+from headwise.capture.captured import Watched
 from headwise.cli.main import main
 from headwise.models.gpt import GPT, FolderError
 from headwise.models.run import TrainConfig
@@ -442,7 +442,7 @@ def test_hostile_files_of_what_was_seen(
         layer(torch.randn(2, 7, 24), mask=hw.Causal())
     seen.save(path)
     seen_with(lambda content, tensors: None, path)
-    assert load_seen(path).table() == seen.table()
+    assert Watched.load(path).table() == seen.table()
     seen_with(copy.copy(change), path)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: its header is damaged"):
-        load_seen(path)
+        Watched.load(path)

@@ -21,7 +21,7 @@ ASKED = [
 ]
 
 
-def saved(seen: hw.Seen) -> hw.Seen:
+def saved(seen: hw.stats.Seen) -> hw.stats.Seen:
     file = io.BytesIO()
     torch.save(seen, file)
     file.seek(0)

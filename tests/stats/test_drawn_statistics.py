@@ -129,7 +129,7 @@ def definition_of(call: dict[str, Any]) -> Definition:
     return attention(**call)
 
 
-def figures_of(call: dict[str, Any], statistics: list[Statistic], **keywords: Any) -> hw.Seen:
+def figures_of(call: dict[str, Any], statistics: list[Statistic], **keywords: Any) -> hw.stats.Seen:
     parts = dict(call)
     q, k, v = (parts.pop(name) for name in "qkv")
     return hw.observe(q, k, v, *statistics, **parts, **keywords)
@@ -155,7 +155,7 @@ def test_exact_in_float64(case: Case, backend: str, gradients: bool) -> None:
                 torch.testing.assert_close(got, want, **near, msg=name)
 
 
-def check_top_keys(seen: hw.Seen, full: Definition) -> None:
+def check_top_keys(seen: hw.stats.Seen, full: Definition) -> None:
     """Among equals any key may come first: each must have the weight that it is listed with."""
     keys, weights = seen["top_keys"], seen["top_weights"].detach()
     found = full.weights.gather(-1, keys.clamp(min=0))

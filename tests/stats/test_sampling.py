@@ -383,7 +383,7 @@ def test_the_same_draw_twice_is_told_where_figures_are_added_up(tmp_path: Path) 
         one.save(tmp_path / "one.safetensors")
         for first in (
             one,
-            hw.load_seen(tmp_path / "one.safetensors"),
+            hw.capture.Watched.load(tmp_path / "one.safetensors"),
             pickle.loads(pickle.dumps(one)),
         ):
             with pytest.warns(UserWarning, match="both drew their queries by the same seed"):
@@ -510,7 +510,7 @@ def test_a_watched_model_names_it_so_in_tables_and_files(running: bool, tmp_path
     some = watched(model, ids, *statistics, running=running, queries=16)
     file = tmp_path / "seen.safetensors"
     some.save(file)
-    again = hw.load_seen(file)
+    again = hw.capture.Watched.load(file)
     for seen in (some, again, some + whole, whole + some):
         module = seen[seen.modules[0]]
         assert module.sampled("max_logit")
@@ -530,6 +530,6 @@ def test_sums_over_all_queries_survive_a_file(tmp_path: Path) -> None:
     seen = watched(model, ids, *masses(ids), hw.Entropy(), queries=16)
     file = tmp_path / "seen.safetensors"
     seen.save(file)
-    again = hw.load_seen(file)
+    again = hw.capture.Watched.load(file)
     assert again.table() == seen.table()
     assert (again + again).table()[5]["first"] == pytest.approx(seen.table()[5]["first"])

@@ -360,9 +360,9 @@ def test_patterns_are_masks() -> None:
 
 def test_a_subclass_that_makes_its_own_metric_is_heard() -> None:
     class Twice(hw.Entropy):
-        def metric(self, record: Record) -> dict[str, hw.Reading]:
+        def metric(self, record: Record) -> dict[str, hw.stats.Reading]:
             made = super().metric(record)
-            return {name: hw.Reading(one.values * 2, one.rows) for name, one in made.items()}
+            return {name: hw.stats.Reading(one.values * 2, one.rows) for name, one in made.items()}
 
     q, k, v = qkv()
     once = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal())

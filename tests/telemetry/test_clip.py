@@ -24,13 +24,13 @@ B, T, H, D, E = 2, 7, 4, 6, 24
 LIMIT = 100.0
 
 
-def maxima(model: nn.Module, *inputs: Any, **keywords: Any) -> hw.Watched:
+def maxima(model: nn.Module, *inputs: Any, **keywords: Any) -> hw.capture.Watched:
     with torch.no_grad(), hw.watch(model, hw.MaxLogit()) as seen:
         model(*inputs, **keywords)
     return seen
 
 
-def largest(seen: hw.Watched, name: str) -> Tensor:
+def largest(seen: hw.capture.Watched, name: str) -> Tensor:
     return seen[name]["max_logit"].amax(0)
 
 

@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read(path: Path) -> None:
-    alarm = hw.Alarm(4, "too large", "max_logit", "high", 2, 123.5)
+    alarm = hw.telemetry.Alarm(4, "too large", "max_logit", "high", 2, 123.5)
     writer = written(path, [2])
     writer.write([(record(4), [alarm])], LAYERS_OF)
     history = hw.History(path)  # while the writer has it open
@@ -89,7 +89,7 @@ def test_layers_that_come_later_stand_behind_and_were_not_seen_before(path: Path
 
 
 def test_resuming_from_an_earlier_step_overwrites_and_leaves_no_double(path: Path) -> None:
-    alarm = hw.Alarm(6, "too large", "max_logit", "high", 2, 123.5)
+    alarm = hw.telemetry.Alarm(6, "too large", "max_logit", "high", 2, 123.5)
     writer = written(path, [2, 4])
     writer.write([(record(6), [alarm])], LAYERS_OF)
     writer.close()
@@ -229,7 +229,7 @@ def test_a_history_that_is_deleted_in_a_training_is_written_anew_and_lacks_nothi
 
     def run(path: Path, vanishes: bool) -> hw.Monitor:
         model, optimizer = made()
-        rules = [hw.Rule("entropy", above=0.0, then=lambda alarm: None)]
+        rules = [hw.telemetry.Rule("entropy", above=0.0, then=lambda alarm: None)]
         with hw.Monitor(model, optimizer, every=1, history=path, rules=rules) as monitor:
             for number in range(5):
                 advance(model, optimizer, number)

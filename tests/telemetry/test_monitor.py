@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.core.heard import observers
+from headwise.integrations import MonitorCallback
 from headwise.telemetry.wrappers import plain_name
 from monitored import LAYERS, B, E, Fused, H, Model, T, advance, batch, made, seen_in
 
@@ -497,16 +498,16 @@ def test_maxima_are_empty_where_they_were_not_taken() -> None:
 @pytest.mark.parametrize(
     ("rule", "statistics"),
     [
-        (hw.Rule("max_logit", below=1e4), [hw.Entropy()]),
-        (hw.Rule("max_logit", above=-1e4), [hw.MaxLogit(above=1e4)]),
-        (hw.Rule("max_logit", below=1e4), [hw.MaxLogit(above=1e4)]),
+        (Rule("max_logit", below=1e4), [hw.Entropy()]),
+        (Rule("max_logit", above=-1e4), [hw.MaxLogit(above=1e4)]),
+        (Rule("max_logit", below=1e4), [hw.MaxLogit(above=1e4)]),
     ],
 )
 def test_a_rule_for_the_largest_logit_fires_whatever_else_is_recorded(
-    rule: hw.Rule, statistics: list[Any]
+    rule: Rule, statistics: list[Any]
 ) -> None:
     model, optimizer = made()
-    found: list[hw.Alarm] = []
+    found: list[Alarm] = []
     rules = [replace(rule, then=found.append)]
     with hw.Monitor(model, optimizer, every=1, statistics=statistics, rules=rules):
         advance(model, optimizer, 0)
@@ -517,7 +518,7 @@ def test_alarms_ask_for_exact_scores_only_above_their_limit() -> None:
     statistics = (hw.Entropy(),)
     for limit, some in ((1e4, False), (-1e4, True)):
         model, optimizer = made()
-        rules = [hw.Rule("max_logit", above=limit, then=lambda alarm: None)]
+        rules = [Rule("max_logit", above=limit, then=lambda alarm: None)]
         with hw.Monitor(model, optimizer, every=1, statistics=statistics, rules=rules) as monitor:
             advance(model, optimizer, 0)
         assert bool(monitor.alarms) is some
@@ -703,24 +704,30 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
         ({"rules": ["entropy"]}, "rules=['entropy']: that is no Rule"),
         ({"statistics": [hw.Entropy]}, "not a statistic; did you mean Entropy()"),
         ({"statistics": [hw.Entropy(), hw.Entropy()]}, "'entropy' is asked for twice"),
-        ({"rules": [hw.Rule("entropy", below=1.0, then="stop")]}, "give save="),
-        ({"rules": [hw.Rule("entropy", below=0.1)] * 2}, "two rules are called 'entropy < 0.1'"),
+        ({"rules": [Rule("entropy", below=1.0, then="stop")]}, "give save="),
+        (
+            {"rules": [Rule("entropy", below=0.1)] * 2},
+            "two rules are called 'entropy < 0.1'",
+        ),
         ({"trackers": [3]}, "give a TensorBoard SummaryWriter"),
         ({"maxima": "no"}, "maxima must be True or False and is 'no'"),
         ({"save": 3}, "save=3: give a function that saves the training"),
         ({"scaler": 3}, "scaler=3: give a GradScaler"),
         ({"probe": "a text"}, "probe='a text': give a batch as the model takes it"),
-        ({"rules": [hw.Rule("entropie", below=1.0)]}, "did you mean 'entropy'"),
+        ({"rules": [Rule("entropie", below=1.0)]}, "did you mean 'entropy'"),
         (
-            {"rules": [hw.Rule("self", above=0.9)]},
+            {"rules": [Rule("self", above=0.9)]},
             "'self' is not recorded, and the rule would never fire; Recorded are: entropy, entrop",
         ),
         (
-            {"rules": [hw.Rule("first", above=0.9)], "statistics": [hw.Entropy()]},
+            {"rules": [Rule("first", above=0.9)], "statistics": [hw.Entropy()]},
             "Recorded are: entropy, entropy_share, max_logit; statistics=[…]",
         ),
-        ({"rules": [hw.Rule("probe/entropy", below=0.1)]}, "did you mean 'entropy'"),
-        ({"rules": [hw.Rule("max_logit_above_5", above=9.0)]}, "did you mean 'max_logit'"),
+        ({"rules": [Rule("probe/entropy", below=0.1)]}, "did you mean 'entropy'"),
+        (
+            {"rules": [Rule("max_logit_above_5", above=9.0)]},
+            "did you mean 'max_logit'",
+        ),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "SGD) holds none of the"),
         ({"optimizer": 100}, "optimizer must be a torch.optim.Optimizer, got int; give the one"),
         (
@@ -831,9 +838,9 @@ def test_qk_clip_refuses_the_optimizer_of_another_model_in_the_same_words() -> N
 
 def test_a_trainers_callback_refuses_what_a_monitor_has_not() -> None:
     with pytest.raises(TypeError, match=r"MonitorCallback\(evry=…\): .*; did you mean every=\?"):
-        hw.MonitorCallback(evry=3)
+        MonitorCallback(evry=3)
     with pytest.raises(TypeError, match=r"MonitorCallback\(zzz=…\): .*; there are: every, que"):
-        hw.MonitorCallback(zzz=3)
+        MonitorCallback(zzz=3)
 
 
 def test_default_rules_are_those_whose_metrics_are_recorded(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def means(step: int, values: list[float], count: float = 1.0) -> Record:
     return Record(step, {"entropy": Figures("mean", rows, 1, 2)})
 
 
-def named(rule: hw.Rule, records: list[Record]) -> list[list[tuple[str, int]]]:
+def named(rule: hw.telemetry.Rule, records: list[Record]) -> list[list[tuple[str, int]]]:
     """The heads that are named at each record."""
     found = []
     for end in range(1, len(records) + 1):
@@ -37,42 +37,42 @@ def named(rule: hw.Rule, records: list[Record]) -> list[list[tuple[str, int]]]:
 
 
 def test_a_head_is_named_when_it_passes_the_limit_and_again_when_it_comes_back() -> None:
-    rule = hw.Rule("max_logit", above=100.0)
+    rule = hw.telemetry.Rule("max_logit", above=100.0)
     rows = [[1.0, 1.0, 1.0], [200.0, 100.0, 1.0], [300.0, 1.0, 101.0], [1.0, 1.0, 500.0]]
     rows.append([101.0, 1.0, 1.0])
     records = [maxima(step, row) for step, row in enumerate(rows)]
     assert named(rule, records) == [[], [("low", 0)], [("high", 0)], [], [("low", 0)]]
     alarm = alarms_at([rule], records[:2], HEADS)[0]
-    assert alarm == hw.Alarm(1, "max_logit > 100", "max_logit", "low", 0, 200.0)
+    assert alarm == hw.telemetry.Alarm(1, "max_logit > 100", "max_logit", "low", 0, 200.0)
 
 
 def test_so_many_recorded_steps_in_a_row() -> None:
-    rule = hw.Rule("entropy", below=0.5, steps=3)
+    rule = hw.telemetry.Rule("entropy", below=0.5, steps=3)
     values = [0.4, 0.4, 0.6, 0.4, 0.4, 0.4, 0.4, 0.4, 0.6, 0.4, 0.4, 0.4]
     found = named(rule, [means(step, [value, 1.0, 1.0]) for step, value in enumerate(values)])
     assert [step for step, heads in enumerate(found) if heads] == [5, 11]
 
 
 def test_a_sampled_maximum_feeds_no_alarm() -> None:
-    rule = hw.Rule("max_logit", above=100.0)
+    rule = hw.telemetry.Rule("max_logit", above=100.0)
     assert named(rule, [maxima(1, [500.0] * 3, sampled=True)]) == [[]]
     assert named(rule, [maxima(1, [500.0] * 3)])[0]
 
 
 def test_what_is_not_finite_is_above_every_limit() -> None:
-    rule = hw.Rule("max_logit", above=100.0)
+    rule = hw.telemetry.Rule("max_logit", above=100.0)
     found = alarms_at([rule], [maxima(1, [np.nan, np.inf, -np.inf])], HEADS)
     assert [(alarm.head, alarm.value) for alarm in found] == [(0, np.inf), (1, np.inf)]
 
 
 def test_heads_that_were_not_seen_are_not_named() -> None:
-    rule = hw.Rule("entropy", below=0.5)
+    rule = hw.telemetry.Rule("entropy", below=0.5)
     assert named(rule, [means(1, [0.0, 0.0, 0.0], count=0.0)]) == [[]]
     assert named(rule, [means(1, [0.0, 0.0])]) == [[("low", 0), ("low", 1)]]
 
 
 def test_jumps_are_in_robust_deviations_of_the_head_itself() -> None:
-    rule = hw.Rule("entropy", jump=6.0, window=8)
+    rule = hw.telemetry.Rule("entropy", jump=6.0, window=8)
     noise = np.random.default_rng(0).normal(0, [0.01, 1.0, 0.0], (30, 3))
     values = np.array([2.0, 2.0, 2.0]) + noise
     values[20:, 0] += 0.2  # 20 deviations of head 0, a fifth of one of head 1
@@ -101,13 +101,13 @@ def test_jumps_are_in_robust_deviations_of_the_head_itself() -> None:
 )
 def test_bad_rules_are_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=r"Rule\('entropy', …\)") as refused:
-        hw.Rule("entropy", **settings)
+        hw.telemetry.Rule("entropy", **settings)
     assert why in str(refused.value)
 
 
 def test_what_is_no_name_of_a_metric_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Rule\(Entropy\(\), …\): the statistic must be the name"):
-        hw.Rule(hw.Entropy(), below=0.1)  # type: ignore[arg-type]
+        hw.telemetry.Rule(hw.Entropy(), below=0.1)  # type: ignore[arg-type]
 
 
 # ── in a training ───────────────────────────────────────────────────────────────────────────────
@@ -136,8 +136,8 @@ def test_a_warning_names_head_step_number_and_rule(tmp_path: Path) -> None:
 
 def test_a_function_is_given_the_alarm() -> None:
     model, optimizer = grown(0, 1e4)
-    found: list[hw.Alarm] = []
-    rules = [hw.Rule("max_logit", above=100.0, then=found.append)]
+    found: list[hw.telemetry.Alarm] = []
+    rules = [hw.telemetry.Rule("max_logit", above=100.0, then=found.append)]
     with hw.Monitor(model, optimizer, every=1, rules=rules) as monitor:
         advance(model, optimizer, 0)
         advance(model, optimizer, 1)
@@ -149,12 +149,12 @@ def test_a_function_is_given_the_alarm() -> None:
 def test_a_stop_saves_first_and_is_in_the_history(tmp_path: Path) -> None:
     model, optimizer = grown(0, 1e4)
     done = []
-    rules = [hw.Rule("max_logit", above=100.0, then="stop")]
+    rules = [hw.telemetry.Rule("max_logit", above=100.0, then="stop")]
     path = tmp_path / "heads.sqlite"
     monitor = hw.Monitor(
         model, optimizer, every=1, rules=rules, history=path, save=lambda: done.append("saved")
     )
-    with pytest.raises(hw.StopTraining) as stopped:
+    with pytest.raises(hw.telemetry.StopTraining) as stopped:
         advance(model, optimizer, 0)
     monitor.close()
     assert "head 1 of blocks.0.own" in str(stopped.value)
@@ -165,8 +165,8 @@ def test_a_stop_saves_first_and_is_in_the_history(tmp_path: Path) -> None:
 def test_a_resumed_history_raises_no_alarm_twice(tmp_path: Path) -> None:
     path, found = tmp_path / "heads.sqlite", []
     rules = [
-        hw.Rule("max_logit", above=100.0, then=found.append),
-        hw.Rule("first", above=-1.0, steps=3, then=found.append),
+        hw.telemetry.Rule("max_logit", above=100.0, then=found.append),
+        hw.telemetry.Rule("first", above=-1.0, steps=3, then=found.append),
     ]
     model, optimizer = grown(0, 1e4)
     for start, stop in (0, 2), (2, 5):

@@ -57,7 +57,7 @@ def test_a_layer_whose_weights_are_sound_raises_none() -> None:
 
 
 def test_norms_that_are_not_visible_are_recorded_of_no_layer() -> None:
-    monitor = train(made("matmul"), rules=[hw.Rule("query_norm", above=1e-6)])
+    monitor = train(made("matmul"), rules=[hw.telemetry.Rule("query_norm", above=1e-6)])
     assert not monitor.latest.keys() & set(NORMS)
     assert set(monitor.unavailable[""]) == set(NORMS)
     assert monitor.alarms == []
@@ -66,7 +66,7 @@ def test_norms_that_are_not_visible_are_recorded_of_no_layer() -> None:
 def test_what_is_not_known_of_one_layer_is_missing_beside_others(tmp_path: Path) -> None:
     told: list[dict[str, float]] = []
     path = tmp_path / "monitor.sqlite"
-    rules = [hw.Rule("query_norm", below=1e-3), hw.Rule("key_norm", above=1e3)]
+    rules = [hw.telemetry.Rule("query_norm", below=1e-3), hw.telemetry.Rule("key_norm", above=1e3)]
     monitor = train(
         mixed(),
         history=path,

@@ -3,7 +3,7 @@
 from .ablate import ablate
 from .accelerate import accelerate
 from .attention_weights import attention_of
-from .captured import Watched, load_seen
+from .captured import Watched
 from .effects import HeadEffects, join_tables
 from .head_outputs import HeadOutputs, head_outputs
 from .importance import ablation_scan, importance
@@ -23,7 +23,6 @@ __all__ = [
     "head_outputs",
     "importance",
     "join_tables",
-    "load_seen",
     "register",
     "watch",
 ]

@@ -207,7 +207,7 @@ class Watched(HeadTable):
         return frame_of("seen", lambda: self.table(texts))
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to one safetensors file, which `load_seen` reads; whole or not at all.
+        """Write all of it to one safetensors file, which `Watched.load` reads; whole or not at all.
 
         Raises:
             OSError: a folder that there is not, or a path that is one.
@@ -224,6 +224,37 @@ class Watched(HeadTable):
         content = {"running": self._running, "modules": modules, "left_out": self.left_out}
         content["drawn"] = sorted(self.drawn)
         write_tree(path, content)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Watched:
+        """Read a file that `save` wrote, bit for bit, onto the CPU.
+
+        Raises:
+            OSError: there is no such file, or it is a folder.
+            ValueError: a file that `save` did not write, or that is damaged.
+
+        >>> import headwise as hw, tempfile
+        >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+        >>> with hw.watch(layer, hw.Entropy()) as seen:
+        ...     out = layer(torch.randn(2, 7, 24), mask=hw.Causal())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     seen.save(f"{folder}/seen.safetensors")
+        ...     again = Watched.load(f"{folder}/seen.safetensors")
+        >>> torch.equal(again[""]["entropy"], seen[""]["entropy"])
+        True
+        """
+        path = Path(path)
+        content = read_tree(path)
+        try:
+            seen = cls(bool(content["running"]))
+            left_out = content.get("left_out", {})
+            seen.left_out = {str(name): str(why) for name, why in left_out.items()}
+            seen.drawn = frozenset(map(int, content.get("drawn", ())))
+            for state in content["modules"]:
+                seen._modules[state["name"]] = WatchedModule.of_state(state)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{path}: its header is damaged ({error!r})") from None
+        return seen
 
     def __add__(self, other: Watched) -> Watched:
         """What both have seen; neither changes. Modules that both have are joined call by call.
@@ -494,33 +525,3 @@ _COUNTS = ("queries", "of_queries")
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
     """The queries of two, unless of one of them it is not known."""
     return None if one is None or other is None else (one[0] + other[0], one[1] + other[1])
-
-
-def load_seen(path: str | Path) -> Watched:
-    """What `seen.save(path)` wrote, bit for bit, on the CPU.
-
-    Raises:
-        OSError: there is no such file, or it is a folder.
-        ValueError: a file that `save` did not write, or that is damaged.
-
-    >>> import headwise as hw, tempfile
-    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
-    >>> with hw.watch(layer, hw.Entropy()) as seen:
-    ...     out = layer(torch.randn(2, 7, 24), mask=hw.Causal())
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     seen.save(f"{folder}/seen.safetensors")
-    ...     again = load_seen(f"{folder}/seen.safetensors")
-    >>> torch.equal(again[""]["entropy"], seen[""]["entropy"])
-    True
-    """
-    path = Path(path)
-    content = read_tree(path)
-    try:
-        seen = Watched(bool(content["running"]))
-        seen.left_out = {str(name): str(why) for name, why in content.get("left_out", {}).items()}
-        seen.drawn = frozenset(map(int, content.get("drawn", ())))
-        for state in content["modules"]:
-            seen._modules[state["name"]] = WatchedModule.of_state(state)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: its header is damaged ({error!r})") from None
-    return seen

@@ -49,7 +49,7 @@ def merged(seen: Any) -> Any:
     Tensors come to this rank's device.
 
     Args:
-        seen: the result of `watch()`, `load_seen()`, `Running`, `importance()` or
+        seen: the result of `watch()`, `Watched.load()`, `Running`, `importance()` or
             `ablation_scan()`; or `None` on a rank that had no text.
 
     Raises:

@@ -1,6 +1,5 @@
-"""Training with open eyes: a monitor, its history, alarms, trackers and trainers' callbacks."""
+"""Training with open eyes: a monitor, its history, alarms and trackers."""
 
-from .callbacks import LightningMonitor, MonitorCallback
 from .defaults import DEFAULT_STATISTICS
 from .history import History, Series
 from .monitor import Monitor, StopTraining
@@ -11,9 +10,7 @@ __all__ = [
     "RULES",
     "Alarm",
     "History",
-    "LightningMonitor",
     "Monitor",
-    "MonitorCallback",
     "Rule",
     "Series",
     "StopTraining",

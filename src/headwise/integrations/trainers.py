@@ -1,4 +1,4 @@
-"""A monitor as trainers take it: a callback of transformers' `Trainer`, and one of Lightning's."""
+"""`Monitor` as a callback of transformers' `Trainer` and of Lightning's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..capture.modules import check_model
-from .monitor import Monitor
-from .optimizers import hook_steps
-from .rules import Alarm
+from ..telemetry.monitor import Monitor
+from ..telemetry.optimizers import hook_steps
+from ..telemetry.rules import Alarm
 
 
 class _TrainersMonitor(Monitor):
@@ -81,7 +81,7 @@ def _kind_of(cls: type, base: type) -> type:
 
 
 class MonitorCallback(_Callback):
-    """A `Monitor` as a callback of transformers' `Trainer`: `callbacks=[hw.MonitorCallback(…)]`.
+    """Run a `Monitor` as a callback of transformers' `Trainer`: `callbacks=[MonitorCallback(…)]`.
 
     Settings are those of `Monitor`; model, optimizer and steps are the trainer's, also of one that
     resumes from a checkpoint. A rule with `then="stop"` has the trainer save, then stop.
@@ -127,7 +127,7 @@ class MonitorCallback(_Callback):
 
 
 class LightningMonitor(_Callback):
-    """A `Monitor` as a callback of Lightning's `Trainer`: `callbacks=[hw.LightningMonitor(…)]`.
+    """Run a `Monitor` as a callback of Lightning's `Trainer`: `callbacks=[LightningMonitor(…)]`.
 
     Settings are those of `Monitor`; the model is the `LightningModule`, steps are those of the
     trainer's first optimizer. A rule with `then="stop"` has the trainer save
