@@ -16,6 +16,7 @@ from headwise.kernels import ctypes_api as cpu
 from hugging_cases import CASES, SIZES, STATISTICS, apart, tokens, transformers, valid_queries
 
 implementation = sys.modules[hw.register.__module__]
+hw.register()
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no native kernel")
 OWN = {"bloom", "falcon", "gpt-j"}  # attention that asks no interface
 OURS = {"attn_implementation": "headwise"}
@@ -204,20 +205,19 @@ def test_a_compiled_model_compiles_whole() -> None:
 
 
 @pytest.mark.slow
-def test_the_name_is_known_after_an_import_that_imports_nothing() -> None:
+def test_only_register_registers() -> None:
     code = """
 import sys
+before = list(sys.meta_path)
 import headwise as hw
+assert sys.meta_path == before
 assert not any(name.startswith("transformers") for name in sys.modules)
-finders = [finder for finder in sys.meta_path if type(finder).__module__.startswith("headwise")]
-assert len(finders) == 1
 from transformers.modeling_utils import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
-assert "headwise" in AttentionInterface() and "headwise" in AttentionMaskInterface()
-assert finders[0] not in sys.meta_path
-import transformers.modeling_utils as models
-assert "_Then" not in type(models.__loader__).__name__ + type(models.__spec__.loader).__name__
-hw.register()
+assert "headwise" not in AttentionInterface()
+for _ in range(2):
+    hw.register()
+    assert "headwise" in AttentionInterface() and "headwise" in AttentionMaskInterface()
 print("fine")
 """
     done = subprocess.run(

@@ -7,7 +7,7 @@ from .captured import Watched
 from .effects import HeadEffects, join_tables
 from .head_outputs import HeadOutputs, head_outputs
 from .importance import ablation_scan, importance
-from .register import register, register_when_imported
+from .register import register
 from .serve import Accelerated
 from .watch import watch
 
@@ -26,5 +26,3 @@ __all__ = [
     "register",
     "watch",
 ]
-
-register_when_imported()

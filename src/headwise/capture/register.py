@@ -1,18 +1,13 @@
 """`attn_implementation="headwise"`: transformers' attention on headwise's kernels.
 
-transformers is not imported for it: where that comes later, it is told when its models' base class
-is loaded. The masks are those that transformers makes for `sdpa`, so that whatever the kernel does
-not serve can go on there. Models that neither `sdpa` nor a flash or flex kernel may serve compute
+`register()` imports transformers; nothing is registered before. The masks are those that
+transformers makes for `sdpa`, so that whatever the kernel does not serve can go on there. Models that neither `sdpa` nor a flash or flex kernel may serve compute
 attention in some way of their own: these run on their own `eager` function.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +18,6 @@ from .mask_import import Copy, MaskMemo
 from .serve import APART, Asked, Served, accelerators, note, serve
 
 _NAME = "headwise"
-_MODELS = "transformers.modeling_utils"
 _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 """What classes of models say of kernels that compute attention as it is in the textbook."""
 
@@ -200,10 +194,9 @@ _MEANINGS = _Meanings()
 def register() -> None:
     """Register `attn_implementation="headwise"` with transformers, which is imported for it.
 
-    Not needed where headwise was imported: the name is then known as soon as transformers is. What
-    the kernel does not serve goes to transformers' own `sdpa`; calls with softcap or sinks, which
-    that cannot compute, to the backend that `attend()` takes. `accelerate(model)` around such a
-    model gives an account of it.
+    Calls that the kernel does not run go to transformers' own `sdpa`; calls with softcap or sinks,
+    which that cannot compute, to the backend that `attend()` takes. `accelerate(model)` around such
+    a model reports which calls ran where.
 
     Raises:
         ImportError: transformers is not installed, or has no `AttentionInterface`.
@@ -216,46 +209,8 @@ def register() -> None:
     >>> LlamaModel._from_config(config, attn_implementation="headwise").config._attn_implementation
     'headwise'
     """
-    _tell(importlib.import_module(_MODELS))
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
-
-def register_when_imported() -> None:
-    """Register as soon as transformers' models are there: now, or when they are imported."""
-    loaded = sys.modules.get(_MODELS)
-    if loaded is not None and hasattr(loaded, "AttentionInterface"):
-        _tell(loaded)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def _tell(models: ModuleType) -> None:
-    masks: Any = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
-    interface: Any = models.AttentionInterface
-    interface.register(_NAME, headwise_attention)
-    masks.register(_NAME, masks()["sdpa"])
-
-
-class _Finder(MetaPathFinder):
-    """Finds nothing itself: lets transformers' models be loaded as they are, then registers."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _MODELS:
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
-        loader: Any = None if spec is None else spec.loader
-        if loader is None:
-            return spec
-
-        def exec_module(module: ModuleType) -> None:
-            loader.__dict__.pop("exec_module", None)  # its own is the class's
-            loader.exec_module(module)
-            sys.meta_path.remove(self)
-            if hasattr(module, "AttentionInterface"):
-                _tell(module)
-
-        loader.exec_module = exec_module
-        return spec
+    AttentionInterface.register(_NAME, headwise_attention)
+    AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["sdpa"])
