@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.backends import blocked
+from headwise.core.masks import as_mask
 from headwise.core.reference import attention
 from headwise.core.shapes import Extent
 from support import (
@@ -32,6 +33,12 @@ from support import (
     truth,
 )
 
+
+
+def of(name: str) -> hw.Mask:
+    return as_mask(MASKS_WITH_POSITIONS[name](T, S))
+
+
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -51,6 +58,23 @@ def test_every_backend_is_as_good_as_the_definition(
         assert_as_good(seen.out, plain.out, exact.out, dtype)
         own = of_halves(backend, dtype)
         assert_as_good(seen.lse, plain.lse, exact.lse, seen.lse.dtype, own=own)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS_WITH_POSITIONS if not of(name).biased])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_complements(backend: str, name: str) -> None:
+    for t, s in [(T, S), (S, S), (1, S)]:
+        q, k, v = qkv(t, s)
+        inner = as_mask(MASKS_WITH_POSITIONS[name](t, s))
+        table = hw.Dense(~inner.dense(B, H, t, s))
+        for mask, same in (~inner, table), (~inner & hw.Window(5), table & hw.Window(5)):
+            seen = hw.observe(q, k, v, hw.Entropy(), mask=mask, backend=backend)
+            exact, plain = truth(q, k, v, mask=same), attention(q, k, v, mask=same)
+            assert_as_good(seen.out, plain.out, exact.out, torch.float32)
+            assert_as_good(seen.lse, plain.lse, exact.lse, torch.float32)
+            assert torch.equal(hw.attend(q, k, v, mask=mask, backend=backend), seen.out)
+            mass = hw.observe(q, k, v, hw.Mass(mask), backend=backend)["mass"]
+            torch.testing.assert_close(mass, hw.observe(q, k, v, hw.Mass(same))["mass"])
 
 
 def test_more_queries_than_keys_leave_the_first_ones_without_keys() -> None:

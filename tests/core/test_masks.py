@@ -48,6 +48,27 @@ def test_and_or() -> None:
     assert rows((hw.Window(1) | hw.Prefix(1)) & hw.Causal(), 3, 3) == ["100", "110", "101"]
 
 
+def test_the_complement() -> None:
+    assert rows(~hw.Causal(), 3, 3) == ["011", "001", "000"]
+    assert rows(~hw.Causal(), 2, 4) == ["0001", "0000"]
+    assert rows(~hw.Causal(), 4, 2) == ["11", "11", "01", "00"]
+    assert rows(~hw.Window(2) & hw.Causal(), 4, 4) == ["0000", "0000", "1000", "1100"]
+    assert rows(~hw.Padding(torch.tensor([3, 1])), 1, 3, batch=2) == ["011"]
+    assert rows(~(hw.Causal() & hw.Prefix(1)), 2, 2) == ["01", "01"]
+    assert rows(~(hw.Causal() | hw.Prefix(2)), 3, 3) == ["001", "001", "000"]
+    assert rows(~hw.First(1), 2, 2) == ["01", "01"]
+    assert rows(~as_mask(None), 2, 2) == ["00", "00"]
+    mask = hw.Documents(torch.tensor([7, 7, 2]))
+    assert ~~mask is mask
+    assert ~hw.Causal() == ~hw.Causal() != ~hw.Window(3)
+
+
+@pytest.mark.parametrize("mask", [hw.ALiBi(), hw.Bias(torch.ones(3, 3)), hw.ALiBi() & hw.Causal()])
+def test_what_adds_to_the_scores_has_no_complement(mask: hw.Mask) -> None:
+    with pytest.raises(ValueError, match="adds to the scores, and a sum has no complement"):
+        _ = ~mask
+
+
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "blocked", "eager"])
 def test_alibi_in_float64_is_not_rounded_to_float32(backend: str) -> None:
     q, k, v = torch.randn(3, 1, 6, 300, 4, dtype=torch.float64)
@@ -77,12 +98,17 @@ def test_alibi_slopes_of_other_head_counts() -> None:
     assert bias[0, 0].tolist() == [[-0.5, 0.0, -0.5], [-1.0, -0.5, 0.0]]
 
 
+@pytest.mark.parametrize("complement", [False, True])
 @pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)
 @pytest.mark.parametrize(("t", "s"), [(T, S), (S, S), (1, S)])
-def test_pairs_blocks_and_intervals_say_what_the_matrix_says(name: str, t: int, s: int) -> None:
+def test_pairs_blocks_and_intervals_say_what_the_matrix_says(
+    name: str, t: int, s: int, complement: bool
+) -> None:
     mask = as_mask(MASKS_WITH_POSITIONS[name](t, s))
     extent = Extent(B, H, H, t, s)
     dense = mask.dense(B, H, t, s)
+    if complement and not mask.biased:
+        mask, dense = ~mask, ~dense
     # single pairs, in any order, different for every batch row and head
     i, j = torch.randint(t, (B, H, 20, 1)), torch.randint(s, (B, H, 20, 1))
     b, h = torch.arange(B).view(-1, 1, 1, 1), torch.arange(H).view(1, -1, 1, 1)

@@ -1,4 +1,4 @@
-"""The mask protocol, `&` and `|` of masks, and some rows of a larger call."""
+"""The mask protocol, `&`, `|` and `~` of masks, and some rows of a larger call."""
 
 from __future__ import annotations
 
@@ -126,6 +126,14 @@ class Mask(Brief):
                 )
         return Or((*_parts(self, Or), *_parts(other, Or)))
 
+    def __invert__(self) -> Mask:
+        if self.biased:
+            raise ValueError(
+                f"~{self!r}: {type(self).__name__} adds to the scores, and a sum has no complement; "
+                f"negate a mask of booleans, such as ~Causal() or Dense(~allowed)."
+            )
+        return Not((self,))
+
 
 def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
@@ -226,6 +234,23 @@ class Or(_Combined):
 
     def looks_ahead(self, extent: Extent) -> bool:
         return any(part.looks_ahead(extent) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Not(_Combined):
+    """The pairs that its one part does not allow; written `~a`."""
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        found = self.parts[0].allowed(i, j, extent)
+        return torch.zeros_like(j, dtype=torch.bool) if found is None else found.logical_not()
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        # The keys after a range that starts at key 0 are a range as well.
+        found = self.parts[0].interval(i, extent) if self.parts[0].from_first_key else None
+        return None if found is None else (found[1], torch.full_like(found[1], extent.keys))
+
+    def __invert__(self) -> Mask:
+        return self.parts[0]
 
 
 def added(one: Tensor, two: Tensor) -> Tensor:

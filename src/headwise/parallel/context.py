@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..attend import attend as attend_here
-from ..core.mask_algebra import And, Mask, Or, Rows
+from ..core.mask_algebra import And, Mask, Not, Or, Rows
 from ..core.masks import ALiBi, Causal, Documents, Everything, Padding, Prefix, Window, as_mask
 from ..core.shapes import Extent
 from ..layers.attention import MultiHeadAttention
@@ -128,7 +128,7 @@ def _parts(q: Tensor, keys: Tensor, mask: Mask, mesh: DeviceMesh) -> list[tuple[
 
 
 def _by_position(mask: Mask) -> bool:
-    if isinstance(mask, And | Or):
+    if isinstance(mask, And | Or | Not):
         return all(map(_by_position, mask.parts))
     return type(mask) in _BY_POSITION
 
