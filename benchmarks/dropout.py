@@ -133,6 +133,7 @@ def models(dropout: float) -> dict[str, nn.Module]:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = GPT2Config(**SIZES, **rates, use_cache=False)
     found: dict[str, nn.Module] = {"headwise": GPT(GPTConfig(**SIZES, **rates))}  # type: ignore[arg-type]
+    hw.register()
     for name in ("sdpa", "headwise"):
         model = GPT2LMHeadModel._from_config(config, attn_implementation=name)
         found[f"transformers on {name}"] = model

@@ -240,6 +240,7 @@ def saved(taken: dict[str, list[float]], beside: str, name: str) -> float:
 
 def main() -> None:
     """Measure, show and record."""
+    hw.register()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
