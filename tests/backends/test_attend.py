@@ -34,7 +34,6 @@ from support import (
 )
 
 
-
 def of(name: str) -> hw.Mask:
     return as_mask(MASKS_WITH_POSITIONS[name](T, S))
 

@@ -1,8 +1,9 @@
 """`attn_implementation="headwise"`: transformers' attention on headwise's kernels.
 
 `register()` imports transformers; nothing is registered before. The masks are those that
-transformers makes for `sdpa`, so that whatever the kernel does not serve can go on there. Models that neither `sdpa` nor a flash or flex kernel may serve compute
-attention in some way of their own: these run on their own `eager` function.
+transformers makes for `sdpa`, so that calls that the kernel does not run can go on there. Models
+that neither `sdpa` nor a flash or flex kernel may run compute attention in some way of their own:
+these run on their own `eager` function.
 """
 
 from __future__ import annotations

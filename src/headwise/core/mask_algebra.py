@@ -129,8 +129,8 @@ class Mask(Brief):
     def __invert__(self) -> Mask:
         if self.biased:
             raise ValueError(
-                f"~{self!r}: {type(self).__name__} adds to the scores, and a sum has no complement; "
-                f"negate a mask of booleans, such as ~Causal() or Dense(~allowed)."
+                f"~{self!r}: {type(self).__name__} adds to the scores, and a sum has no "
+                f"complement; negate a mask of booleans, such as ~Causal() or Dense(~allowed)."
             )
         return Not((self,))
 

@@ -1,9 +1,9 @@
 """Masks as values: who may attend to whom, and what is added to the scores.
 
 `True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
-allows, `~` what a mask forbids. Query `i` stands at key position `i + S − T`, so one mask serves training, prefill, chunked
-prefill and one-token decode. `allowed` is a mask's meaning; `interval` is a shortcut that must give
-exactly the same:
+allows, `~` what a mask forbids. Query `i` stands at key position `i + S − T`, so one mask fits
+training, prefill, chunked prefill and one-token decode. `allowed` is a mask's meaning; `interval`
+is a shortcut that must give exactly the same:
 
 * `allowed(i, j)` and `bias(i, j)` at any broadcastable index tensors (a grid or single pairs);
 * `interval(i)`: the keys of each query as one range `[low, high)`, where they are one;
