@@ -32,6 +32,8 @@ class Waiting:
         sure: the number of heads is known; else it is what axes mostly are.
         by_hand: a product, which may be of a share of the keys; a function's call is not.
         queries_first: the product itself has its queries before its batch rows.
+        slices: the queries, from and to, whose outputs were read or put out apart from others, as
+            of two streams of tokens that attend together.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Waiting:
     queries_first: bool = False
     then: list[Callable[[int], None]] = field(default_factory=list)
     there: int | None = None
+    slices: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rows, self.heads, self.queries, self.width = self.made.shape
@@ -94,6 +97,8 @@ def read(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
     """What a projection tells that reads `x`, `[…, H · Dv]`."""
     if x.dim() < 3:  # positions of all rows in one axis tell nothing
         return []
+    for w in waiting:
+        _note_slice(w, x)
     alike = [w for w in waiting if x.numel() == w.made.numel() and x.shape[-1] % w.width == 0]
     if len(alike) > 1:  # which of them is it?
         alike = [w for w in alike if _joins(w.made.detach(), x)]
@@ -113,6 +118,20 @@ def _read(w: Waiting, x: Tensor) -> Settled:
         # or a batch of blocks
         place = place if _same(told.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
     return Settled(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
+
+
+def _note_slice(w: Waiting, x: Tensor) -> None:
+    """Note which of a call's queries `x` `[B, N, H · Dv]` has the outputs of, if it has."""
+    if x.dim() != 3 or len(x) != w.rows or x.shape[-1] != w.wide or x.shape[1] >= w.queries:
+        return
+    joined = w.made.detach().transpose(1, 2).reshape(w.rows, w.queries, w.wide)
+    if joined.dtype != x.dtype or not (count := x.shape[1]):
+        return
+    begins = (joined == x[:, :1]).all(-1).all(0)[: w.queries - count + 1]
+    for begin in begins.nonzero()[:, 0].tolist():
+        if _same(joined[:, begin : begin + count], x):
+            w.slices.add((begin, begin + count))
+            return
 
 
 def _joins(made: Tensor, x: Tensor) -> bool:
@@ -156,10 +175,17 @@ def at_end(
     x = next(iter(others or wide), None)
     if x is None:
         return [], list(waiting)
+    for w in waiting:
+        _note_slice(w, x)
     found = [_read(w, x) for w in waiting if (x.numel(), x.shape[-1]) == (w.made.numel(), w.wide)]
     found = [one for one in found if one.reason]
     rest = [w for w in waiting if all(w is not one.call for one in found)]
-    whole = [w for w in rest if any(_place(axes, w) for axes in _axes(x))]
+    streams = [x.shape for x in others if x.dim() == 3]
+    whole = [
+        w
+        for w in rest
+        if w.slices or _of_streams(w, streams) or any(_place(axes, w) for axes in _axes(x))
+    ]
     rest = [w for w in rest if w not in whole]
     found += _of_shares(whole, lost)
     if chunks := _chunks(rest, x):
@@ -172,6 +198,12 @@ def at_end(
         reason = f"stands beside another, of which not all could be seen: {before}"
         found = [one if one.reason else _left(one.call, reason) for one in found]
     return found, apart
+
+
+def _of_streams(w: Waiting, streams: Sequence[torch.Size]) -> bool:
+    """Return True if outputs `[B, N, C]` of several streams of tokens have the call's queries."""
+    lengths = [length for rows, length, _ in streams if rows == w.rows]
+    return w.sure and len(lengths) > 1 and sum(lengths) == w.queries
 
 
 def at_last(w: Waiting) -> Settled:
