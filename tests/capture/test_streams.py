@@ -32,8 +32,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Product(nn.Linear):
     """A projection that is not `F.linear`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight.T).view(*x.shape[:-1], -1)
+    def forward(self, input: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, input.flatten(0, -2), self.weight.T)
+        return rows.view(*input.shape[:-1], -1)
 
 
 class Joint(nn.Module):
@@ -193,7 +194,7 @@ def test_compiled_streams() -> None:
     with torch.no_grad():
         with hw.watch(model, hw.Entropy()) as eager:
             model(*given)
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled: Any = torch.compile(model, backend="aot_eager")
         with hw.watch(compiled, hw.Entropy()) as seen:
             compiled(*given)
     assert seen.left_out == {}
