@@ -23,6 +23,12 @@ SCRIPTS = (
     " head text mosaic table changes compare likeness scatter about main"
 ).split()
 
+
+def script_path(script: str) -> str:
+    folder = "shared" if script in ("core", "draw", "tip", "chart") else "report"
+    return f"src/{folder}/{script}.js"
+
+
 # What the page's header has, or the looks' own arrays.
 SHOWN = (
     "title notice loss_text loss_first_copy loss_second_copy tokens_shown layers heads map_side "
@@ -52,12 +58,14 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
     ]
     parts = {
         "title": html.escape(" and ".join(names)),
-        "style": part("style.css") + part("chart.css") + part("report.css"),
+        "style": "".join(
+            map(part, ("src/shared/style.css", "src/shared/chart.css", "src/report/report.css"))
+        ),
         "results": packed(results),
         "styles": json_text([asdict(style) for style in LABEL_STYLES]),
-        "script": "\n".join(part(f"views/{script}.js") for script in SCRIPTS),
+        "script": "\n".join(part(script_path(script)) for script in SCRIPTS),
     }
-    return fill(part("report.html"), parts)
+    return fill(part("src/report/report.html"), parts)
 
 
 # --- how it was made -------------------------------------------------------------------------

@@ -27,15 +27,15 @@ from headwise.telemetry import History
 from .parts import check_out, fill, packed, part, version, write_html
 
 SCRIPTS = (
-    "views/core.js",
-    "views/draw.js",
-    "views/tip.js",
-    "steps/columns.js",
-    "steps/marks.js",
-    "steps/heat.js",
-    "steps/curve.js",
-    "steps/tables.js",
-    "steps/main.js",
+    "src/shared/core.js",
+    "src/shared/draw.js",
+    "src/shared/tip.js",
+    "src/timeline/columns.js",
+    "src/timeline/marks.js",
+    "src/timeline/heat.js",
+    "src/timeline/curve.js",
+    "src/timeline/tables.js",
+    "src/timeline/main.js",
 )
 
 LARGEST = 4_600_000
@@ -134,11 +134,11 @@ def render_timeline(
         coding = Coding(2, False, coding.steps + 1)
     parts = {
         "title": html.escape(" and ".join(one.name for one in runs)),
-        "style": part("style.css") + part("chart.css"),
+        "style": part("src/shared/style.css") + part("src/shared/chart.css"),
         "results": results,
         "script": "\n".join(part(script) for script in SCRIPTS),
     }
-    return fill(part("timeline.html"), parts)
+    return fill(part("src/timeline/timeline.html"), parts)
 
 
 def _pair(one: Timeline, other: Timeline) -> tuple[list[Timeline], list[str]]:
