@@ -16,7 +16,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench gpu native sanitize wheel release clean
+.PHONY: run test test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint page lint-page bench gpu native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -141,6 +141,19 @@ lint: .venv/.dev
 	@$(BIN)/ruff format --check --quiet .
 	@found=$$($(BIN)/lint-imports --no-cache) || { echo "$$found" >&2; exit 1; }
 	@$(BIN)/pyright
+
+# The pages' templates from their modules and style sheets, for which Node is needed; they are committed.
+PAGE := src/headwise/report/page/src
+page: $(PAGE)/node_modules/.made
+	@cd $(PAGE) && node build.js
+
+# ESLint, types, and that the committed templates are what the sources give.
+lint-page: $(PAGE)/node_modules/.made
+	@cd $(PAGE) && npx eslint . && npx tsc && node build.js --check
+
+$(PAGE)/node_modules/.made: $(PAGE)/package-lock.json
+	@cd $(PAGE) && npm ci --silent --ignore-scripts --no-audit --no-fund
+	@touch $@
 
 bench: .venv/.bench $(COMPILED)
 	@$(BIN)/python benchmarks/layer.py

@@ -1,6 +1,6 @@
 """The report: one `Look` or two in, one HTML file out that needs no network and no other file.
 
-The page is `report.html` with the style sheets, the scripts and the results put in. The results are
+The page is `report.html`, which `make page` builds from `src/`, with the results put in. These are
 the looks' own JSON documents, packed; the browser unpacks them, and what comes from outside
 (tokens, names) reaches the document through `textContent` only: a token `<script>` stays text.
 """
@@ -17,17 +17,6 @@ from headwise.report.label_styles import LABEL_STYLES
 from headwise.report.schema import Look, document, titles
 
 from .parts import check_out, fill, json_text, packed, part, write_html
-
-SCRIPTS = (
-    "core draw tip labels save chart choice bar heads sentence arcs story cards map proof offsets"
-    " head text mosaic table changes compare likeness scatter about main"
-).split()
-
-
-def script_path(script: str) -> str:
-    folder = "shared" if script in ("core", "draw", "tip", "chart") else "report"
-    return f"src/{folder}/{script}.js"
-
 
 # What the page's header has, or the looks' own arrays.
 SHOWN = (
@@ -58,14 +47,10 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
     ]
     parts = {
         "title": html.escape(" and ".join(names)),
-        "style": "".join(
-            map(part, ("src/shared/style.css", "src/shared/chart.css", "src/report/report.css"))
-        ),
         "results": packed(results),
         "styles": json_text([asdict(style) for style in LABEL_STYLES]),
-        "script": "\n".join(part(script_path(script)) for script in SCRIPTS),
     }
-    return fill(part("src/report/report.html"), parts)
+    return fill(part("report.html"), parts)
 
 
 # --- how it was made -------------------------------------------------------------------------

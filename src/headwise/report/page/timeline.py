@@ -1,8 +1,8 @@
 """The timeline: what was recorded of a training in, one HTML file out that needs no other file.
 
-The page is `timeline.html` with style sheets, scripts and packed figures put in. It is drawn on a
-canvas, without Plotly: a million cells are one picture, and a page that is read anew while the
-training runs must be there at once.
+The page is `timeline.html`, which `make page` builds from `src/`, with packed values put in. It
+is drawn on a canvas, without Plotly: a million cells are one picture, and a page that is read anew
+while the training runs must be there at once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,6 @@ from headwise.report.timeline import Array, Timeline, Track, matched, read_timel
 from headwise.telemetry import History
 
 from .parts import check_out, fill, packed, part, version, write_html
-
-SCRIPTS = (
-    "src/shared/core.js",
-    "src/shared/draw.js",
-    "src/shared/tip.js",
-    "src/timeline/columns.js",
-    "src/timeline/marks.js",
-    "src/timeline/heat.js",
-    "src/timeline/curve.js",
-    "src/timeline/tables.js",
-    "src/timeline/main.js",
-)
 
 LARGEST = 4_600_000
 """Characters of packed figures: a page of 5 MB."""
@@ -134,11 +122,9 @@ def render_timeline(
         coding = Coding(2, False, coding.steps + 1)
     parts = {
         "title": html.escape(" and ".join(one.name for one in runs)),
-        "style": part("src/shared/style.css") + part("src/shared/chart.css"),
         "results": results,
-        "script": "\n".join(part(script) for script in SCRIPTS),
     }
-    return fill(part("src/timeline/timeline.html"), parts)
+    return fill(part("timeline.html"), parts)
 
 
 def _pair(one: Timeline, other: Timeline) -> tuple[list[Timeline], list[str]]:

@@ -1,45 +1,21 @@
-// The header, and what the page says of itself: how it was made, the rules, the formulas.
+// What the page says of itself: how it was made, the rules, the formulas.
 
-views.about = { title: "About", more: true, draw: drawAbout };
+import { $, el } from "../shared/dom.js";
+import { subscripts } from "../shared/words.js";
+import { evaluated, ofClass } from "./heads.js";
+import { NONE, data, runs } from "./look.js";
+import { formula } from "./words.js";
 
-function drawHeader() {
-  const made = data.provenance;
-  $("model").textContent = made.title ?? made.model;
-  for (const part of [$("text"), $("one-name").querySelector(".on")]) part.hidden = Boolean(made.title);
-  $("text").textContent = made.text;
-  $("one-name").hidden = runs.length > 1;
-  $("both-names").hidden = runs.length === 1;
-  $("both-names").replaceChildren(...runs.map(({ title }, run) => el("span", { class: run === state.run ? "shown" : "" }, el("b", {}, "AB"[run]), ` ${title}`)));
-  const fact = (value, words) => el("li", {}, el("b", {}, value), ` ${words}`);
-  const facts = made.title ? [fact(made.model, `on ${made.text}`)] : [];
-  facts.push(fact(whole(data.rows.length), `head${data.rows.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`));
-  const many = made.texts > 1;
-  for (const { name, tokens, positions } of data.streams) {
-    if (positions) continue;
-    const what = { image: "tokens of the image", text: "tokens" }[name] ?? `${name} tokens`;
-    const first = { image: "tokens of the first image", text: "tokens of the first text" }[name] ?? `${what} of the first text`;
-    facts.push(fact(whole(tokens.length), many ? first : what));
-  }
-  if (many) facts.push(fact(whole(made.texts), data.streams[0].grid ? "images" : "texts"));
-  if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), `nats of loss on ${made.loss ?? "each token"}`));
-  if (typeof made.loss_first_copy === "number") {
-    facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats of loss on random tokens, the first time → when they come again"));
-  }
-  if (runs.length > 1) facts.unshift(fact("AB"[state.run], "is shown:"));
-  $("word-repeats").hidden = !data.repeats.length;
-  $("word-loss").hidden = runs.every((run) => !lossOf(run));
-  $("facts").replaceChildren(...facts);
-  $("notice").hidden = !made.notice;
-  $("notice").textContent = made.notice ?? "";
-}
 
-/** The losses of a look in words; undefined where none is known. */
-const lossOf = ({ made }) => made.find(([name]) => name === "Loss")?.[1];
+
+
+
+export const aboutView = { title: "About", more: true, draw: drawAbout };
 
 function drawAbout() {
   const tried = data.rules.filter((rule) => evaluated(rule) && !ofClass(rule));  // others need what this model does not have
   const limit = (key, sign, threshold) => `${(data.column.get(key)?.title ?? key).toLowerCase()} ${sign} ${threshold}`;
-  const conditions = ({ key, sign, threshold, given }) => limit(key, sign, threshold) + (given ? `, and ${limit(...given)}` : "");
+  const conditions = (/** @type {Rule} */ { key, sign, threshold, given }) => limit(key, sign, threshold) + (given ? `, and ${limit(...given)}` : "");
   $("rules").replaceChildren(...tried.map((rule) => el("li", {}, el("b", {}, rule.label), el("span", {}, conditions(rule), el("br"),
     el("small", {}, [rule.why, rule.source].filter(Boolean).join(" · "))))),
   el("li", {}, el("b", {}, NONE), el("span", {}, "otherwise")));

@@ -1,12 +1,23 @@
 // The text of a head, with arcs from a token to the keys it looks at.
 
+import { el } from "../shared/dom.js";
+import { drawn } from "../shared/draw.js";
+import { fullColour, shade } from "./map.js";
+import { followed, relationOf } from "./sentence.js";
+import { colourButton, nextToken, pictureBox, tokenBox } from "./text.js";
+import { tokenWeights } from "./weights.js";
+
+
+
+
+
 const ARCS = 6;
 
 /**
  * Puts a layer's text into a box, unless it is there: a button for each token. `tell` hears of the tokens that look:
  * `over(token)` and `out()` of the pointer, `pick(token)` of clicks and keys; what `pick` returns ends when all is drawn.
  */
-function layText(box, layer, tell) {
+export function layText(box, layer, tell) {
   const streams = layer.kind === "cross" ? [layer.from, layer.to] : [layer.from];
   if (box.streams?.length === streams.length && box.streams.every((stream, index) => stream === streams[index])) return;
   box.streams = streams;
@@ -38,7 +49,7 @@ function hearTokens(box, stream, { over, out, pick }) {
 }
 
 /** Colours the keys, outlines the token and the place where it stood before, and draws the arcs. */
-function drawArcs(box, row, rows, token, found) {
+export function drawArcs(box, row, rows, token, found) {
   const { layer } = rows;
   const weights = tokenWeights(rows, token, "to");
   const top = fullColour(weights);

@@ -1,7 +1,18 @@
-// The bar: views, the search, the chosen head.
+// The bar: views and the chosen head.
+
+import { $, el, switches } from "../shared/dom.js";
+import { headName, headShort } from "../shared/words.js";
+import { address } from "./address.js";
+import { glyph } from "./labels.js";
+import { allLabels, firstLabel, runs } from "./look.js";
+import { chosen, shownViews, state, views } from "./state.js";
+
+
+
+
 
 /** Shows the view of the state, hides the others. */
-function showView() {
+export function showView() {
   for (const name of Object.keys(views)) $(`view-${name}`).hidden = name !== state.view;
   for (const link of $("nav").querySelectorAll("a")) {
     if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
@@ -14,16 +25,17 @@ function showView() {
   document.title = `${views[state.view].title}: ${document.documentElement.dataset.title}`;
 }
 
-function drawNav() {
+/** Draws the links to views and the switch of runs; `show` is called with the index of a run. */
+export function drawNav(show) {
   const link = ([name, { title }]) => el("a", { "data-view": name, href: `#${name}` }, title);
   $("nav").replaceChildren(...shownViews().filter(([, { more }]) => !more).map(link), $("more"));
   $("more-views").replaceChildren(...shownViews().filter(([, { more }]) => more).map(link));
   $("run").hidden = runs.length === 1;
   const names = runs.map((run, index) => [String(index), "AB"[index], `${"AB"[index]}: ${run.title}`]);
-  switches($("run"), "run", names, String(state.run), (index) => showRun(Number(index)));
+  switches($("run"), "run", names, String(state.run), (index) => show(Number(index)));
 }
 
-function drawBar() {
+export function drawBar() {
   const row = chosen();
   $("bar-head").textContent = headShort(row);
   $("bar-head").setAttribute("href", address("head"));
@@ -32,97 +44,3 @@ function drawBar() {
   $("bar-label").replaceChildren(glyph(firstLabel(row)), el("span", {}, firstLabel(row) + more));
 }
 
-// --- the search --------------------------------------------------------------------------------
-
-const searching = { text: "", found: [], at: -1 };
-
-/** Heads and tokens that a word names: `5.3`, `induction`, `it`. */
-function searchWord(word) {
-  const [, layer, head] = word.match(/^(\d+)\.(\d+)$/) ?? [];
-  if (layer !== undefined && rowAt(Number(layer), Number(head)) >= 0) return [{ row: rowAt(Number(layer), Number(head)) }];
-  const rowsWith = (test) => [...data.rows.keys()].filter((row) => data.rows[row].labels.some(({ label }) => test(label)));
-  const low = word.toLowerCase();
-  const heads = data.labels.some((name) => name === low) ? rowsWith((name) => name === low) : [];
-  if (heads.length) return heads.map((row) => ({ row }));
-  const named = (on, test) => {
-    const { from } = sceneOf(chosen(), on);
-    return [...from.tokens.keys()].filter((index) => test(tokenName(from, index).replace(/^·+/, "").toLowerCase())).map((token) => ({ token, on }));
-  };
-  for (const test of [(name) => name === low, (name) => name.includes(low)]) {
-    for (const on of ["text", "repeats"]) {
-      const found = named(on, test);
-      if (found.length) return found;
-    }
-  }
-  return rowsWith((name) => name.startsWith(low)).map((row) => ({ row }));
-}
-
-/** Goes to what the search names; again, to the next of its kind. `5.3 it` names a head, then a token. */
-async function search() {
-  const text = $("search").value.trim();
-  if (!text) return;
-  const [first, ...rest] = text.split(/\s+/);
-  if (text !== searching.text || !searching.found.length) {
-    let found = searchWord(text);
-    const head = rest.length ? searchWord(first)[0]?.row : undefined;
-    if (!found.length && head !== undefined) {
-      await choose(head);
-      found = searchWord(rest.join(" "));
-    }
-    Object.assign(searching, { text, found, at: -1 });
-  }
-  const { found } = searching;
-  $("found-by-search").textContent = found.length ? "" : "not found";
-  if (!found.length) return;
-  searching.at = (searching.at + 1) % found.length;
-  $("found-by-search").textContent = found.length > 1 ? `${searching.at + 1} of ${found.length}` : "";
-  const { row, token, on } = found[searching.at];
-  if (row !== undefined) { await choose(row); return; }
-  if (!["heads", "head"].includes(state.view)) { state.view = "head"; showView(); }
-  if (sceneOf(chosen(), on) !== sceneOf(chosen())) Object.assign(state, { on, ranges: undefined });
-  await chooseToken(token, "to");
-}
-
-/** Says while a word is typed how many heads or tokens it names. */
-function sayFound() {
-  searching.text = "";
-  const text = $("search").value.trim();
-  const { length } = text ? searchWord(text) : [];
-  $("found-by-search").textContent = length ? `${whole(length)} found: Enter` : "";
-}
-
-/** Shows what an address names. */
-function goTo(hash) {
-  const before = data;
-  const up = scrollY > $("views").offsetTop;  // the bar stays in sight; what is under it begins at the top
-  follow(hash);
-  if (data !== before) { drawHeader(); drawNav(); }
-  showView();
-  remember();
-  hideTip();
-  if (up) scrollTo({ top: $("views").offsetTop - $("bar").offsetHeight });
-  redraw();
-}
-
-function connectBar() {
-  $("previous-head").addEventListener("click", () => choose((state.row || data.rows.length) - 1));
-  $("next-head").addEventListener("click", () => choose((state.row + 1) % data.rows.length));
-  $("search-form").addEventListener("submit", (event) => { event.preventDefault(); search(); });
-  $("search").addEventListener("input", sayFound);
-  addEventListener("keydown", (event) => {
-    if (event.key === "Escape") $("more").open = false;
-    if (event.key !== "/" || event.target.matches("input, select, textarea")) return;
-    event.preventDefault();
-    $("search").focus();
-  });
-  addEventListener("click", ({ target }) => { if (!$("more").contains(target)) $("more").open = false; });
-  addEventListener("hashchange", () => goTo(location.hash));
-  if (embedded) {
-    addEventListener("click", (event) => {
-      const link = event.target.closest('a[href^="#"]');
-      if (!link) return;
-      event.preventDefault();
-      goTo(link.getAttribute("href"));
-    });
-  }
-}

@@ -1,20 +1,25 @@
 // Cards: of each label that a head has, the head that has it most, with its map.
 
-/** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
-function surety({ score, threshold, sign = "≥" }) {
-  return sign === "≤" ? (threshold - score) / (threshold || 1) : (score - threshold) / Math.max(1e-9, 1 - threshold);
-}
+import { ofHead } from "../shared/codec.js";
+import { $, dark, el } from "../shared/dom.js";
+import { headName, headShort, whole } from "../shared/words.js";
+import { choose, tellBest } from "./choice.js";
+import { glyph, headButton } from "./labels.js";
+import { data } from "./look.js";
+import { drawMap } from "./map.js";
+import { expected } from "./proof.js";
+import { state } from "./state.js";
+import { bestExamples } from "./telling.js";
+import { figure } from "./words.js";
 
-/** Of each label found, in the rules' order: `{ label, row, found }`, the surest head and how many have it. */
-function bestExamples() {
-  return data.labels.filter((name) => name !== NONE).flatMap((name) => {
-    const of = (index) => data.rows[index].labels.find(({ label }) => label === name);
-    const rows = [...data.rows.keys()].filter(of).sort((a, b) => surety(of(b)) - surety(of(a)) || a - b);
-    return rows.length ? [{ name, rows, label: of(rows[0]) }] : [];
-  });
-}
 
-/** The layer and the map that a label comes from: the random piece, where its figure is of one. */
+
+
+
+/**
+ * The layer and the map that a label comes from: the random piece, where its figure is of one.
+ * @param {{ rows: number[], label: Label }} example
+ */
 async function proofOf({ rows: [index], label }) {
   const row = data.rows[index];
   const layer = label.key.endsWith("_random") && row.of.twin ? row.of.twin : row.of;
@@ -24,7 +29,7 @@ async function proofOf({ rows: [index], label }) {
 const cards = { drawn: "" };
 
 /** Draws the cards, unless they are there. */
-async function drawCards() {
+export async function drawCards() {
   const now = [state.run, state.scale, dark.matches, $("cards").clientWidth].join();
   if (cards.drawn === now) return markCard();
   const examples = bestExamples();

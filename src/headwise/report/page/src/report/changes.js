@@ -1,37 +1,51 @@
 // What changed between two looks: sentences, the largest change first, and means of each layer.
 
-const nameOf = (row) => `${row.module}.${row.head}`;
+import { el } from "../shared/dom.js";
+import { unitName } from "../shared/words.js";
+import { glyph } from "./labels.js";
+import { hasLabel, known, runs } from "./look.js";
+import { figure, signed } from "./words.js";
 
-/** A row of either look as that of look `run`; undefined where there is none. */
-const sameHead = (row, run) => runs[run].rows[runs[run].byName.get(nameOf(row))];
+
+
+
+
+export const nameOf = (row) => `${row.module}.${row.head}`;
+
+/**
+ * A row of either look as that of look `run`; undefined where there is none.
+ * @param {Row} row
+ * @param {number} run
+ */
+export const sameHead = (row, run) => runs[run].rows[runs[run].byName.get(nameOf(row))];
 
 /** Heads of the same module and number in A and in B. */
-const bothHeads = () => runs[0].rows.map((a) => ({ a, b: sameHead(a, 1) })).filter(({ b }) => b);
+export const bothHeads = () => runs[0].rows.map((a) => ({ a, b: sameHead(a, 1) })).filter(({ b }) => b);
 
 /** The figures that both looks have. */
-const bothColumns = () => runs[0].columns.filter(({ key }) => runs[1].column.has(key));
+export const bothColumns = () => runs[0].columns.filter(({ key }) => runs[1].column.has(key));
 
 /** Whether a figure grows with the number of tokens, whatever a head does. */
 const growsWithLength = ({ key, unit }) => key === "entropy" || ((unit === "tokens" || unit === "logit") && !key.endsWith("_random"));
 
 /** The figures of both that can be compared: where A and B are of different lengths, none that grows with the length. */
-function rankedColumns() {
+export function rankedColumns() {
   const [a, b] = runs.map(({ read }) => read.map(({ tokens }) => tokens.length).join());
   return a === b ? bothColumns() : bothColumns().filter((column) => !growsWithLength(column));
 }
 
 /** B's figure less A's; null where one lacks it. */
-const changeOf = ({ a, b }, key) => (typeof a[key] === "number" && typeof b[key] === "number" ? b[key] - a[key] : null);
+export const changeOf = ({ a, b }, key) => (typeof a[key] === "number" && typeof b[key] === "number" ? b[key] - a[key] : null);
 
 /** What a change of a figure is measured by: a share by 1, another figure by its range over all heads of both looks. */
-function spanOf({ key, unit }) {
+export function spanOf({ key, unit }) {
   if (unit === "share") return 1;
   const values = runs.flatMap(({ rows }) => known(rows, key));
   return Math.max(...values) - Math.min(...values) || 1;
 }
 
 /** Each head's labels lost and gained, or else its largest change: `{ a, b, column, label, verb, size }`. */
-function headChanges() {
+export function headChanges() {
   const columns = rankedColumns().map((column) => ({ column, span: spanOf(column) }));
   const sized = (pair, { column, span }) => Math.abs(changeOf(pair, column.key) ?? 0) / span;
   const found = bothHeads().flatMap((pair) => {
@@ -45,11 +59,11 @@ function headChanges() {
     const most = columns.reduce((best, one) => (sized(pair, one) > sized(pair, best) ? one : best), columns[0]);
     return most && sized(pair, most) ? [{ ...pair, column: most.column, size: sized(pair, most) }] : [];
   });
-  return found.sort((x, y) => Boolean(y.label) - Boolean(x.label) || y.size - x.size);
+  return found.sort((x, y) => Number(Boolean(y.label)) - Number(Boolean(x.label)) || y.size - x.size);
 }
 
 /** A change in words: `lost induction: … 0.83 → 0.62`; of figures that read alike, `entropy fell by 0.00048 nats`. */
-function changeWords({ a, b, column, label, verb }) {
+export function changeWords({ a, b, column, label, verb }) {
   const change = b[column.key] - a[column.key], [before, after] = [a, b].map((row) => figure(row[column.key], column));
   const alike = before === after && change !== 0;
   const numbers = [el("b", {}, alike ? signed(Math.abs(change), column).slice(1) : `${before} → ${after}`), unitName(column)];
@@ -60,7 +74,7 @@ function changeWords({ a, b, column, label, verb }) {
 }
 
 /** Of each layer that both have, its index in A and the mean change of each figure over its heads, in spans; NaN for none. */
-function layerChanges(columns) {
+export function layerChanges(columns) {
   const groups = new Map();
   for (const pair of bothHeads()) groups.set(pair.a.layer, [...(groups.get(pair.a.layer) ?? []), pair]);
   return [...groups].map(([layer, heads]) => ({

@@ -1,7 +1,37 @@
 // Two looks side by side: what changed, layer by layer and head by head, and the same head's text and maps in both.
 
-views.compare = {
+import { cellColour, frame, roundTicks, turnedRoom } from "../shared/chart.js";
+import { $, el } from "../shared/dom.js";
+import { hex, inkOn } from "../shared/draw.js";
+import { hideTip, showTip } from "../shared/tip.js";
+import { counted, headName, unitName, whole } from "../shared/words.js";
+import { drawArcs, layText } from "./arcs.js";
+import {
+  bothColumns, bothHeads, changeOf, changeWords, headChanges, layerChanges, nameOf, rankedColumns, sameHead, spanOf,
+} from "./changes.js";
+import { choose, chooseToken, redraw, remember } from "./choice.js";
+import { lossOf } from "./header.js";
+import { diverging, headsGrid, headsLayout, headsMargin, layerName, layersTitle, namesRoom } from "./heads.js";
+import { briefTitle, headButton } from "./labels.js";
+import { data, firstLabel, runs } from "./look.js";
+import { drawMap, mapRows } from "./map.js";
+import { guidesOf } from "./proof.js";
+import { picture } from "./save.js";
+import { sentence } from "./sentence.js";
+import { chosen, state } from "./state.js";
+import { drawPieceSwitch } from "./story.js";
+import { headRows, strongest } from "./weights.js";
+import { figure, signed } from "./words.js";
+
+
+
+
+export const compareView = {
   title: "Compare",
+  kept: {
+    change: [() => comparing.key ?? "", (value) => { if (data.column.has(value)) comparing.key = value; }],
+    layer: [() => comparing.layer, (value) => { if (/^\d*$/.test(value)) comparing.layer = value; }],
+  },
   there: () => runs.length === 2,
   async load() {
     const rows = runs.map((_, run) => sameHead(chosen(), run));
@@ -65,23 +95,23 @@ function drawStrip() {
   const grid = { z, low: -end, high: end, stops: diverging(), gap: 2 };
   const [line, column] = [layers.findIndex(({ layer }) => String(layer) === comparing.layer), columns.findIndex(({ key }) => key === comparing.key)];
   const every = Math.ceil(18 / tall);
-  const at = ({ column: place, row }) => [layers[row], columns[place]];
-  chart("strip", {
+  const at = ({ column: place, row }) => ({ layer: layers[row], one: columns[place] });
+  picture("strip", {
     says: { title: "Mean change of each figure, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colours follow the change as a share of the figure’s range over all heads." },
     width, height: tall * layers.length + margin.t + margin.b, margin, grid, frames: line < 0 ? [] : frame(column, line),
     x: { range: [-0.5, columns.length - 0.5], ticks: columns.map((one, place) => [place, briefTitle(one)]), turned },
     y: {
       range: [layers.length - 0.5, -0.5], title: layersTitle(runs[0]),
-      ticks: layers.map(({ layer }, place) => [place, layerName(layer, runs[0])]).filter(([place]) => place % every === 0),
+      ticks: layers.map(({ layer }, place) => [place, layerName(layer, runs[0])]).filter((_, place) => place % every === 0),
     },
     words: across < 44 || tall < 15 ? [] : layers.flatMap(({ means }, y) => means.map((mean, x) => [mean, x, y]).filter(([mean]) => !Number.isNaN(mean))
       .map(([mean, x]) => ({ x, y, text: Math.abs(mean) < 0.5 * 10 ** -columns[x].digits ? "·" : signed(mean, columns[x]), colour: inkOn(hex(cellColour(grid, z[y][x]))) }))),
     click: (place) => {
-      const [layer, one] = at(place);
+      const { layer, one } = at(place);
       if (layer && one) chooseChange(mostChanged(layer.heads, one.key).a, one.key, String(layer.layer));
     },
     hover: (event, place) => {
-      const [layer, one] = at(place);
+      const { layer, one } = at(place);
       if (!layer || !one) return hideTip();
       const mean = layer.means[place.column];
       return showTip(event, [[`Layer ${layer.layer}`, null, counted(layer.heads.length, "head")],
@@ -117,7 +147,7 @@ function drawDifferenceMap(column, there) {
   const end = Math.max(1e-9, ...[...changes.values()].map(Math.abs));
   const margin = headsMargin(true, look);
   const rowUnder = ({ column: head, row: layer }) => look.rows[look.places.get(`${layer}.${head}`)];
-  chart("differences", {
+  picture("differences", {
     says: { title: `${column.title}: B − A, head by head`, scale: `In ${column.unit === "share" ? "shares of the weight" : column.unit}; orange is more in B, blue more in A.` },
     ...headsLayout($("differences").clientWidth, margin, sameHead(chosen(), 0), look),
     grid: { z: headsGrid((row) => changes.get(row), look), low: -end, high: end, stops: diverging(), gap: 2 }, ramp: roundTicks(-end, end),
@@ -128,14 +158,6 @@ function drawDifferenceMap(column, there) {
       return showTip(event, [[headName(row), null, row.of.reads], ["B − A", null, signed(changes.get(row), look.column.get(comparing.key))]]);
     },
   }).setAttribute("aria-label", `Differences of ${column.title.toLowerCase()}, head by head; the table beside it has the largest`);
-}
-
-/** A difference with its sign; one that rounding would leave nothing of, to two digits. */
-function signed(value, column) {
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  const small = size < 1e-4 ? value.toExponential(1) : value.toPrecision(2);
-  return (value > 0 ? "+" : "") + (size < 10 ** -column.digits ? small.replaceAll("-", "−") : figure(value, column));
 }
 
 /** The heads of a layer in pairs, or of all layers those that changed most. */
@@ -209,7 +231,7 @@ function aboutDifference([a, b]) {
     "In the difference, orange is more weight in B, blue more in A; square roots, as in the maps.";
 }
 
-function connectCompare() {
+export function connectCompare() {
   $("difference-menu").addEventListener("change", () => { comparing.key = $("difference-menu").value; remember(); redraw(); });
   $("layer-menu").addEventListener("change", () => { comparing.layer = $("layer-menu").value; remember(); redraw(); });
 }

@@ -1,8 +1,32 @@
 // One head: its map and the text together, its figures, offsets, entropy and token pairs.
 
+import { roundTicks } from "../shared/chart.js";
+import { ofHead } from "../shared/codec.js";
+import { $, coarse, el, switches } from "../shared/dom.js";
+import { showTip } from "../shared/tip.js";
+import { headName, percent, unitName, weight } from "../shared/words.js";
+import { chooseToken, redraw, remember } from "./choice.js";
+import { labelLines } from "./labels.js";
+import { blocks, data } from "./look.js";
+import { SCALES, ahead, drawMap, mapTip, wholeRanges } from "./map.js";
+import { drawOffsets } from "./offsets.js";
+import { drawProfile, guideWords, guidesOf } from "./proof.js";
+import { picture } from "./save.js";
+import { visibleKeys } from "./sentence.js";
+import { chosen, chosenQuery, sceneOf, state } from "./state.js";
+import { drawPieceSwitch } from "./story.js";
+import { drawText, loadText } from "./text.js";
+import { headRows, strongest } from "./weights.js";
+import { figure, rounded, tokenCode, tokenName } from "./words.js";
+
+
+
+
+
+/** @type {HeadRows} */
 let headShown;  // the rows of the head that is drawn, for its listeners
 
-views.head = {
+export const headView = {
   title: "Head",
   async load() {
     const row = chosen();
@@ -19,7 +43,7 @@ views.head = {
     drawText(heads);
     drawReadout();
     drawProfile(chosen());
-    drawOffsets();
+    drawOffsets(rows);
     drawEntropy();
     drawPairs();
   },
@@ -118,7 +142,7 @@ function drawEntropy() {
   const query = state.on === "text" ? chosenQuery() : -1;
   const top = 1.05 * Math.max(...bound.map(([, value]) => value), ...values, 0.1);
   const [least, most] = [-0.5, layer.from.tokens.length - 0.5];
-  chart("entropies", {
+  picture("entropies", {
     width: $("entropies").clientWidth, height: 240, margin: { l: 44, r: 10, t: 8, b: 44 },
     lines: [{ points: bound, colour: "--muted", width: 1, dash: "1 3" }, { points, colour: "--accent", dots: places.length <= 60 }],
     frames: query < 0 ? [] : [{ x0: query, x1: query, y0: 0, y1: top, plain: true, width: 1.5 }],
@@ -138,7 +162,10 @@ function drawEntropy() {
   $("entropies").setAttribute("aria-label", `Entropy by position: ${range}`);
 }
 
-/** Pairs of token texts, query and key, by the mass between them in all. */
+/**
+ * Pairs of token texts, query and key, by the mass between them in all.
+ * @param {HeadRows} rows
+ */
 function tokenPairs({ layer, kept, ...rest }) {
   const pairs = new Map();
   for (let query = 0; query < layer.from.tokens.length; query++) {
@@ -162,7 +189,7 @@ function drawPairs() {
   }));
 }
 
-function connectHead() {
+export function connectHead() {
   $("zoom-in").addEventListener("click", () => zoom(0.5));
   $("zoom-out").addEventListener("click", () => zoom(2));
   $("zoom-whole").addEventListener("click", () => zoom(0));

@@ -1,6 +1,24 @@
 // The overview: every head at the left, the story of the chosen one beside it, and the heads most worth a look.
 
-views.heads = {
+import { cellColour, frame, roundTicks } from "../shared/chart.js";
+import { $, check, css, el, switches } from "../shared/dom.js";
+import { VIRIDIS, hex, inkOn } from "../shared/draw.js";
+import { counted, headName, whole } from "../shared/words.js";
+import { drawCards } from "./cards.js";
+import { choose, redraw, remember } from "./choice.js";
+import { brief, briefTitle, glyph, labelColour, styleOf } from "./labels.js";
+import { NONE, data, firstLabel, hasLabel, known } from "./look.js";
+import { picture } from "./save.js";
+import { chosen, rowAt, state } from "./state.js";
+import { drawStory, peek } from "./story.js";
+import { headRows } from "./weights.js";
+import { figure } from "./words.js";
+
+
+
+
+
+export const headsView = {
   title: "Overview",
   load: () => headRows(chosen()),
   draw(rows) {
@@ -29,12 +47,12 @@ function chooseStatistic(key) {
   state.statistic = key;
   remember();
   $("statistic-menu").value = key;
-  for (const input of document.getElementsByName("statistic")) input.checked = input.value === key;
+  check("statistic", key);
   drawHeads();
 }
 
 /** Blue below zero, orange above, the panel's own colour at zero. */
-const diverging = () => ["--low", "--panel", "--high"].map(css);
+export const diverging = () => ["--low", "--panel", "--high"].map(css);
 
 /** The colours of a figure and what the ends stand for: shares are 0 to 1, so that maps can be compared. */
 function colours(column, values) {
@@ -49,12 +67,13 @@ function colours(column, values) {
 }
 
 /** Layers by heads, with `cell(row)` in each; null where a layer has no such head. */
-function headsGrid(cell, look = data) {
+export function headsGrid(cell, look = data) {
   const grid = look.layers.map(() => Array(look.width).fill(null));
   for (const row of look.rows) grid[row.layer][row.head] = cell(row) ?? null;
   return grid;
 }
 
+/** @returns {Cells} */
 function headsCells() {
   const column = data.column.get(state.statistic);
   const out = (row) => state.only && !hasLabel(row, state.only);
@@ -76,16 +95,16 @@ function headsWords(grid, across, tall) {
 }
 
 /** A layer on an axis: its number, and what it reads where models have more than one kind. */
-const layerName = (index, look = data) => `${look.layers[index].reads} ${index}`.trim();
-const layersTitle = (look = data) => (look.read.length > 1 ? "" : "layer");
+export const layerName = (index, look = data) => `${look.layers[index].reads} ${index}`.trim();
+export const layersTitle = (look = data) => (look.read.length > 1 ? "" : "layer");
 /** The room in pixels that the names of layers take. */
-const namesRoom = (look = data) => Math.min(150, 46 + 6.5 * Math.max(...look.layers.map(({ reads }) => reads.length)));
+export const namesRoom = (look = data) => Math.min(150, 46 + 6.5 * Math.max(...look.layers.map(({ reads }) => reads.length)));
 
 /** The room beside a map of heads for the names of layers and, with `bar`, the colour bar. */
-const headsMargin = (bar, look = data) => ({ l: namesRoom(look), r: bar ? 52 : 6, t: 6, b: 40 });
+export const headsMargin = (bar, look = data) => ({ l: namesRoom(look), r: bar ? 52 : 6, t: 6, b: 40 });
 
 /** Axes of layers by heads, in a box so many pixels wide; the frame is round `row`. */
-function headsLayout(width, margin, row, look = data) {
+export function headsLayout(width, margin, row, look = data) {
   const count = look.layers.length;
   const every = (room, most) => Math.max(1, Math.ceil(most / room));
   const [down, across] = [every(26, count), every((width - margin.l - margin.r) / 24, look.width)];
@@ -105,7 +124,7 @@ function drawHeads() {
   const grid = headsCells();
   const layout = headsLayout(width, margin, chosen());
   const [across, tall] = [(width - margin.l - margin.r) / data.width, (layout.height - margin.t - margin.b) / data.layers.length];
-  const box = chart("heads", {
+  const box = picture("heads", {
     ...layout, grid, words: headsWords(grid, across, tall), ramp: column ? roundTicks(grid.low, grid.high) : undefined,
     says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
       : { title: "What every head mostly looks at", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
@@ -122,16 +141,22 @@ function drawHeads() {
   drawLegend();
 }
 
-/** Whether a rule could be evaluated for any head. */
-const evaluated = ({ key, given }) => data.rows.some((row) => [key, ...(given ? [given[0]] : [])].every((one) => typeof row[one] === "number"));
-/** Whether a rule is of the first token where that is the class token, whose label has another name. */
-const ofClass = ({ key }) => key === "first" && data.rows.every(({ cls }) => typeof cls === "number");
+/**
+ * Whether a rule could be evaluated for any head.
+ * @param {Rule} rule
+ */
+export const evaluated = ({ key, given }) => data.rows.some((row) => [key, ...(given ? [given[0]] : [])].every((one) => typeof row[one] === "number"));
+/**
+ * Whether a rule is of the first token where that is the class token, whose label has another name.
+ * @param {Rule} rule
+ */
+export const ofClass = ({ key }) => key === "first" && data.rows.every(({ cls }) => typeof cls === "number");
 
 /** The labels, and how many heads have them; one can be singled out. Glyphs stand there where the map shows labels, and those of no head are named. */
 function drawLegend() {
   const ofLabels = state.statistic === "label";
-  const counts = data.labels.map((name) => [name, data.rows.filter((row) => hasLabel(row, name)).length]);
-  const lines = counts.filter(([, count]) => count).map(([name, count]) => {
+  const counts = data.labels.map((name) => ({ name, count: data.rows.filter((row) => hasLabel(row, name)).length }));
+  const lines = counts.filter(({ count }) => count).map(({ name, count }) => {
     const first = data.rows.filter((row) => firstLabel(row) === name).length;
     const further = first < count ? el("small", {}, ` (${whole(count - first)} as a further label)`) : "";
     const button = el("button", { type: "button", "aria-pressed": String(state.only === name) },
@@ -145,14 +170,13 @@ function drawLegend() {
   });
   $("legend").replaceChildren(...lines);
   const rulesOf = (name) => data.rules.filter((rule) => rule.label === name);
-  const missing = ofLabels ? counts.filter(([name, count]) => !count && name !== NONE && !rulesOf(name).some(ofClass)).map(([name]) => name) : [];
+  const missing = ofLabels ? counts.filter(({ name, count }) => !count && name !== NONE && !rulesOf(name).some(ofClass)).map(({ name }) => name) : [];
   const tried = (name) => rulesOf(name).some(evaluated);
   const said = (words, names) => (names.length ? `${words}: ${names.join(", ")}. ` : "");
   $("missing").textContent = said("Found in no head", missing.filter(tried)) + said("Not evaluated here", missing.filter((name) => !tried(name)));
 }
 
-function connectHeads() {
-  $("glance-fold").addEventListener("toggle", () => { if (told.row && $("glance-fold").open) drawStoryMap(told.row, told.rows, told.token); });
+export function connectHeads() {
   $("statistic-menu").addEventListener("change", () => chooseStatistic($("statistic-menu").value));
   $("heads").addEventListener("keydown", (event) => {
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];

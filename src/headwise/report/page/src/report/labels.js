@@ -1,25 +1,38 @@
 // Labels: each has a colour and a glyph of its own, the same on every page and in every picture.
 
+import { $, dark, el } from "../shared/dom.js";
+import { drawn } from "../shared/draw.js";
+import { counted, headName, headShort, percent, unitName } from "../shared/words.js";
+import { NONE, allLabels, data, firstLabel } from "./look.js";
+import { figure } from "./words.js";
+
+
+
+
+
 const styles = JSON.parse($("styles").textContent);
 const noStyle = styles.find(({ label }) => label === NONE);
 const named = styles.filter((style) => style !== noStyle);
 
 /** The style of a label; one that is not known here takes the style of its place in the look's list. */
-function styleOf(name) {
+export function styleOf(name) {
   return styles.find(({ label }) => label === name) ?? named[Math.max(0, data.labels.indexOf(name)) % named.length];
 }
 
-const labelColour = (name) => styleOf(name)[dark.matches ? "dark" : "light"];
+export const labelColour = (name) => styleOf(name)[dark.matches ? "dark" : "light"];
 
 /** A label's glyph in its colour. */
-function glyph(name) {
+export function glyph(name) {
   const mark = drawn("svg", { viewBox: "0 0 12 12", class: "glyph", "aria-hidden": "true" });
   mark.append(drawn("path", { d: styleOf(name).glyph, fill: labelColour(name), "fill-rule": "evenodd" }));
   return mark;
 }
 
-/** Each label of a head: what such a head does, and the figure that gave it. */
-function labelLines(row) {
+/**
+ * Each label of a head: what such a head does, and the figure that gave it.
+ * @param {Row} row
+ */
+export function labelLines(row) {
   if (!row.labels.length) {
     const uneven = data.rules.find(({ given }) => given?.[0] === "entropy_gap")?.given[2];
     const gap = row.entropy_gap;
@@ -37,33 +50,35 @@ function labelLines(row) {
 }
 
 /** Over how many random rows, or texts, a figure is a mean; nothing of one text. */
-function overRows(key) {
+export function overRows(key) {
   const { random_rows: rows, random_period: period, texts } = data.provenance;
   if (key.endsWith("_random")) return rows ? `, a mean over ${counted(rows, "row")} of ${period} random tokens that come twice` : "";
   return texts > 1 ? `, a mean over ${counted(texts, "text")}` : "";
 }
 
-const hasLabel = (row, name) => (name === NONE ? row.labels.length === 0 : row.labels.some(({ label }) => label === name));
-
 /** A head's label for a cell so many pixels wide. */
-function brief(row, across) {
+export function brief(row, across) {
   const name = firstLabel(row);
   if (name === NONE) return "–";
   return across < 8 * name.length + 24 ? data.rules.find((rule) => rule.label === name)?.brief ?? name : name;
 }
 
 /** A figure's short name, which says so where it is one of random repeats. */
-const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (random repeats)` : short);
+export const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (random repeats)` : short);
 
 /** A button that has a head's number, such as `5.3`. */
-function headButton(row, act, kind = "plain") {
+export function headButton(row, act, kind = "plain") {
   const button = el("button", { type: "button", class: kind, "aria-label": `${headShort(row)}: ${headName(row)}` }, headShort(row));
   if (act) button.addEventListener("click", act);
   return button;
 }
 
-/** What a tip says of a head. */
-function headTip(row, column) {
+/**
+ * What a tip says of a head.
+ * @param {Row} row
+ * @param {Column} [column]
+ */
+export function headTip(row, column) {
   const lines = [[headName(row), null, row.of.reads], ["Label", null, allLabels(row)]];
   if (column) lines.push([column.title, null, figure(row[column.key], column) + unitName(column)]);
   const coverage = column && row[`${column.key}_coverage`];

@@ -1,9 +1,27 @@
 // How alike heads are, in pairs.
 
+import { reframe, roundTicks } from "../shared/chart.js";
+import { numbers } from "../shared/codec.js";
+import { $, dark, el, switches } from "../shared/dom.js";
+import { VIRIDIS } from "../shared/draw.js";
+import { showTip } from "../shared/tip.js";
+import { counted, headName, headShort, subscripts } from "../shared/words.js";
+import { choose, redraw, remember } from "./choice.js";
+import { headButton } from "./labels.js";
+import { allLabels, data } from "./look.js";
+import { byLabel } from "./mosaic.js";
+import { picture } from "./save.js";
+import { chosen, state } from "./state.js";
+
+
+
+
+
 const likeness = { order: "layer", rows: [], drawn: "" };
 
-views.likeness = {
+export const likenessView = {
   title: "Likeness",
+  kept: { alike: [() => likeness.order, (value) => { if (["layer", "label", "likeness"].includes(value)) likeness.order = value; }] },
   more: true,
   there: () => data.similarity !== null,
   load: () => numbers(data.similarity),
@@ -68,10 +86,10 @@ function drawLikeness(values) {
     const count = likeness.rows.length;
     const z = likenessGrid(values);
     const every = Math.ceil((count * 17) / (Math.min(width, 760) - 96));
-    const ticks = likeness.rows.map((row, place) => [place, headShort(data.rows[row])]).filter(([place]) => place % every === 0);
+    const ticks = likeness.rows.map((row, place) => [place, headShort(data.rows[row])]).filter((_, place) => place % every === 0);
     const side = Math.min(width, 760);
     const margin = { l: 44, r: 52, t: 6, b: 44 };
-    chart("likeness", {
+    picture("likeness", {
       says: { title: "How alike heads are, in pairs", scale: "1 is the same map." },
       width: side, height: side - margin.l - margin.r + margin.t + margin.b, margin, frames: likenessFrame(),
       grid: { z, low: 0, high: 1, stops: VIRIDIS }, ramp: roundTicks(0, 1),
@@ -105,6 +123,6 @@ function drawAlike(values) {
 }
 
 /** A line of a list of heads: figure, head, label. */
-function headLine(row, value, index) {
+export function headLine(row, value, index) {
   return el("li", {}, el("b", {}, value), headButton(row, () => choose(index)), el("small", {}, allLabels(row)));
 }

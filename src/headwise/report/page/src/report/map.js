@@ -1,27 +1,45 @@
 // A head's attention map: its weights, how they are drawn, and the rows of single tokens.
 
-const shade = (value) => (state.scale === "linear" ? value : Math.sqrt(value));
+import { $ } from "../shared/dom.js";
+import { VIRIDIS } from "../shared/draw.js";
+import { hideTip, showTip } from "../shared/tip.js";
+import { headName, percent, shortened, weight } from "../shared/words.js";
+import { allLabels } from "./look.js";
+import { picture } from "./save.js";
+import { state } from "./state.js";
+import { cellLabel, cellPlace, tokenName } from "./words.js";
+
+
+
+
+
+export const shade = (value) => (state.scale === "linear" ? value : Math.sqrt(value));
 
 /** The weight that has the full colour: 1, or the largest of a row. */
-const fullColour = (weights) => (state.scale === "row" ? Math.max(...weights, 1e-9) : 1);
+export const fullColour = (weights) => (state.scale === "row" ? Math.max(...weights, 1e-9) : 1);
 
 /** What colours stand for, in words; `top` has the full colour. */
-function scaleWords(top) {
+export function scaleWords(top) {
   const full = state.scale === "row" ? `the largest weight here, ${weight(top)}` : "a weight of 1";
   return `Full colour is ${full}${state.scale === "linear" ? "" : "; colours follow the square root"}.`;
 }
 
-const SCALES = [
+export const SCALES = [
   ["root", "√ weight", "Colours by the square root of the weight, the same for every head"],
   ["linear", "weight", "Colours by the weight, the same for every head"],
   ["row", "row maximum", "Colours up to the largest weight of each row, so that wide heads can be seen"],
 ];
 
 /** Whether all keys of a cell come after all its queries. */
-const ahead = (layer, i, j) => layer.causal && layer.cols.start(j) >= layer.rows.start(i + 1);
+export const ahead = (layer, i, j) => layer.causal && layer.cols.start(j) >= layer.rows.start(i + 1);
 
-/** The map as rows of numbers; null where the mask hides the key. */
-function mapRows(layer, map, write) {
+/**
+ * The map as rows of numbers; null where the mask hides the key.
+ * @param {Layer} layer
+ * @param {Float32Array} map
+ * @param {(value: number) => number} [write]
+ */
+export function mapRows(layer, map, write) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
   return Array.from({ length: n }, (_, i) => {
     const line = map.subarray(i * m, (i + 1) * m);
@@ -40,7 +58,7 @@ function tokenTicks(stream, axis, range, room, most) {
   return cells.map((cell) => [cell, shortened(tokenName(stream, axis.start(cell)), most)]);
 }
 
-const wholeRanges = (layer) => ({ xaxis: [-0.5, layer.cols.cells - 0.5], yaxis: [layer.rows.cells - 0.5, -0.5] });
+export const wholeRanges = (layer) => ({ xaxis: [-0.5, layer.cols.cells - 0.5], yaxis: [layer.rows.cells - 0.5, -0.5] });
 
 /** Weights to mark on the bar of a map's colours. */
 function weightMarks() {
@@ -51,8 +69,14 @@ function weightMarks() {
 /**
  * Draws a head's map in the box `id`. A `small` one has no bar of colours, and no ticks but with `ticks`;
  * `grid` replaces weights and colours; the rest is the chart's.
+ * @param {string} id
+ * @param {Row} row
+ * @param {Layer} layer
+ * @param {Float32Array} map
+ * @param {Partial<ChartSpec> & { small?: boolean, ticks?: boolean }} options
+ * @param {string} run
  */
-function drawMap(id, row, layer, map, { small = false, ticks = !small, grid, ...rest }, run = "") {
+export function drawMap(id, row, layer, map, { small = false, ticks = !small, grid, ...rest }, run = "") {
   const width = Math.min($(id).clientWidth, small ? 340 : Infinity);
   const narrow = width < 420;
   const room = small ? (ticks ? { l: 64, r: 4, b: 62 } : { l: 18, r: 4, b: 20 }) : narrow ? { l: 72, r: 40, b: 74 } : { l: 84, r: 48, b: 92 };
@@ -64,7 +88,7 @@ function drawMap(id, row, layer, map, { small = false, ticks = !small, grid, ...
     ...(ticks ? { ticks: tokenTicks(stream, cells, range, drawnWide, small ? 5 : narrow ? 6 : 10) } : {}),
   });
   const tall = Math.max(0.5, Math.min(small ? 1 : 1.4, layer.rows.count / layer.cols.count));
-  return chart(id, {
+  return picture(id, {
     width, height: Math.round(drawnWide * tall) + margin.t + margin.b, margin,
     x: { ...axis(ranges.xaxis, layer.to, layer.cols, "key: looked at"), turned: 60 },
     y: axis(ranges.yaxis, layer.from, layer.rows, "query: looks"),
@@ -77,7 +101,7 @@ function drawMap(id, row, layer, map, { small = false, ticks = !small, grid, ...
 }
 
 /** Says what a cell is, beside the pointer. */
-function mapTip(event, { column, row: line }, layer, map) {
+export function mapTip(event, { column, row: line }, layer, map) {
   if (column < 0 || line < 0 || column >= layer.cols.cells || line >= layer.rows.cells) return hideTip();
   return showTip(event, [
     ["query", cellLabel(layer.from, layer.rows, line), `at ${cellPlace(layer.rows, line)}`],
@@ -86,55 +110,3 @@ function mapTip(event, { column, row: line }, layer, map) {
   ]);
 }
 
-/** What drawing one head's tokens needs: its map, and the keys that each query attends to most. */
-async function headRows(row, layer = sceneOf(row)) {
-  const [map, keys, weights, received] = await Promise.all(
-    [layer.maps, layer.top_keys, layer.top_weights, layer.received].map((grid) => (grid ? ofHead(grid, row.head) : null)));
-  return { layer, map, keys, weights, received, kept: layer.top_keys?.shape[2] ?? 0 };
-}
-
-/** The top keys of a query: `[key, weight]`, exact, the strongest first. */
-function topKeys({ keys, weights, kept }, query) {
-  const places = Array.from({ length: kept }, (_, rank) => query * kept + rank);
-  return places.filter((place) => keys[place] >= 0 && weights[place] > 0).map((place) => [keys[place], weights[place]]);
-}
-
-/** The strongest keys of a query: those that are kept, or of a map of single tokens, its own. */
-function strongest(rows, query) {
-  if (rows.kept || !rows.layer.cols.exact || !rows.layer.rows.exact) return topKeys(rows, query);
-  const line = tokenWeights(rows, query, "to");
-  return [...line.keys()].filter((key) => line[key] > 0).sort((a, b) => line[b] - line[a]).slice(0, 8).map((key) => [key, line[key]]);
-}
-
-/** The weight of a token on each other: exact on top keys and where cells are tokens, else the mean of its block. */
-function tokenWeights(rows, token, direction) {
-  const { layer, map, keys, weights, kept } = rows;
-  const m = layer.cols.cells;
-  if (direction === "to") {
-    const found = new Float32Array(layer.to.tokens.length);
-    const start = layer.rows.cell(token) * m;
-    for (let key = 0; key < found.length; key++) {
-      const cell = layer.cols.cell(key);
-      found[key] = layer.causal && key > token ? 0 : map[start + cell] / layer.cols.size(cell);
-    }
-    for (const [key, value] of topKeys(rows, token)) found[key] = value;
-    return found;
-  }
-  const found = new Float32Array(layer.from.tokens.length);
-  const column = layer.cols.cell(token);
-  for (let query = 0; query < found.length; query++) {
-    found[query] = layer.causal && query < token ? 0 : map[layer.rows.cell(query) * m + column] / layer.cols.size(column);
-    for (let place = query * kept; place < (query + 1) * kept; place++) if (keys[place] === token) found[query] = weights[place];
-  }
-  return found;
-}
-
-/** The attention that each key received, summed over queries. */
-function receivedBy({ layer, received, map }) {
-  if (received === null) {
-    const n = layer.cols.cells;
-    return Float32Array.from({ length: n }, (_, key) => map.reduce((sum, value, place) => (place % n === key ? sum + value : sum), 0));
-  }
-  const cut = blocks(layer.to.tokens.length, received.length);
-  return Float32Array.from(layer.to.tokens, (_, key) => received[cut.cell(key)]);
-}

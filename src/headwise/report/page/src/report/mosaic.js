@@ -1,9 +1,29 @@
 // All heads' maps in one picture.
 
+import { reframe } from "../shared/chart.js";
+import { numbers } from "../shared/codec.js";
+import { $, dark, el, switches } from "../shared/dom.js";
+import { VIRIDIS } from "../shared/draw.js";
+import { hideTip, showTip } from "../shared/tip.js";
+import { counted, headName } from "../shared/words.js";
+import { address } from "./address.js";
+import { choose, redraw, remember } from "./choice.js";
+import { layerName, layersTitle, namesRoom } from "./heads.js";
+import { headTip } from "./labels.js";
+import { allLabels, data, firstLabel } from "./look.js";
+import { ahead } from "./map.js";
+import { picture } from "./save.js";
+import { chosen, state } from "./state.js";
+
+
+
+
+
 const CELLS = 1_100_000;  // the most cells of the mosaic
 
-views.mosaic = {
+export const mosaicView = {
   title: "All maps",
+  kept: { maps: [() => mosaic.order, (value) => { if (["layer", "label"].includes(value)) mosaic.order = value; }] },
   load: () => Promise.all(data.layers.map((layer) => numbers(layer.maps))),
   draw(maps) {
     switches($("mosaic-orders"), "mosaic-order", [["layer", "by layer and head"], ["label", "by label"]], mosaic.order, (order) => {
@@ -18,7 +38,7 @@ views.mosaic = {
 const mosaic = { order: "layer", places: [], columns: 0, lines: 0, square: 0, side: 0, step: 0, drawn: "" };
 
 /** The rows in the order of their first labels. */
-const byLabel = () => data.rows.map((_, index) => index).sort((a, b) =>
+export const byLabel = () => data.rows.map((_, index) => index).sort((a, b) =>
   data.labels.indexOf(firstLabel(data.rows[a])) - data.labels.indexOf(firstLabel(data.rows[b])) || a - b);
 
 /** Where each row's tile lies: a grid of layers by heads, or lines filled one after another. */
@@ -76,7 +96,7 @@ function mosaicCells(maps) {
 }
 
 /** Ticks in the middle of tiles, as many as can be read; none where tiles are not in order of layers and heads. */
-function tileAxis(count, title, name = String) {
+function tileAxis(count, title, name = (/** @type {number} */ number) => String(number)) {
   if (mosaic.order !== "layer") return {};
   const every = Math.max(1, Math.ceil(20 / mosaic.square));
   const numbers = Array.from({ length: Math.ceil(count / every) }, (_, index) => index * every);
@@ -92,7 +112,7 @@ function drawMosaic(maps) {
   const margin = { l: namesRoom(), r: 8, t: 8, b: 40 };
   layTiles(width - margin.l - margin.r);
   const { square, columns, lines, step } = mosaic;
-  chart("mosaic", {
+  picture("mosaic", {
     width: square * columns + margin.l + margin.r, height: square * lines + margin.t + margin.b, margin, frames: tileFrame(),
     grid: { z: mosaicCells(maps), low: 0, high: 1, stops: VIRIDIS },
     says: {

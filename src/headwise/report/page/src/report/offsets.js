@@ -1,5 +1,20 @@
 // How far a head looks: the share at each distance, of patches in rows and columns.
 
+import { roundTicks, turnedRoom } from "../shared/chart.js";
+import { $ } from "../shared/dom.js";
+import { VIRIDIS } from "../shared/draw.js";
+import { hideTip, showTip } from "../shared/tip.js";
+import { percent, weight } from "../shared/words.js";
+import { data } from "./look.js";
+import { picture } from "./save.js";
+import { chosen } from "./state.js";
+import { tokenWeights, topKeys } from "./weights.js";
+import { beforePatches } from "./words.js";
+
+
+
+
+
 /** The bins of distances as `4–7`, or `−7…−4` ahead of the query. */
 function binNames(starts) {
   const name = (distance) => `${distance}`.replace("-", "−");
@@ -10,11 +25,12 @@ function binNames(starts) {
   });
 }
 
-function drawOffsets() {
-  const { offsets } = headShown;
+/** Draws how far the chosen head looks; `rows` are its own. */
+export function drawOffsets(rows) {
+  const { offsets } = rows;
   const layer = chosen().of;
   $("offsets-panel").hidden = !offsets && !layer.from.grid;
-  if (layer.from.grid) return drawPatchOffsets(headShown);
+  if (layer.from.grid) return drawPatchOffsets(rows);
   if (!offsets) return undefined;
   // From the farthest ahead that this layer can see to the farthest back.
   const first = data.offsets.findIndex((_, bin) => (data.offsets[bin + 1] ?? Infinity) > (layer.causal ? 0 : 1 - layer.cols.count));
@@ -22,7 +38,7 @@ function drawOffsets() {
   const names = binNames(data.offsets).slice(first, end);
   const shares = [...offsets.slice(first, end)];
   const most = Math.max(...shares, 1e-9);
-  chart("offsets", {
+  picture("offsets", {
     width: $("offsets").clientWidth, height: 180 + turnedRoom(names, 40), margin: { l: 44, r: 10, t: 8, b: turnedRoom(names, 40) }, bars: shares.map((share, bin) => [bin, share]),
     x: {
       title: data.offsets[first] < 0 ? "tokens back; below 0, ahead" : "tokens back",
@@ -38,7 +54,10 @@ function drawOffsets() {
     `Mass by distance: ${names.map((name, index) => `${name} back ${shares[index].toFixed(2)}`).join(", ")}`);
 }
 
-/** Of an image's patches, the share of the weight so many rows and columns away, from −(n − 1) to n − 1 of both. */
+/**
+ * Of an image's patches, the share of the weight so many rows and columns away, from −(n − 1) to n − 1 of both.
+ * @param {HeadRows} rows
+ */
 function patchOffsets({ layer, ...rest }) {
   const [rows, columns] = layer.from.grid;
   const first = beforePatches(layer.from);
@@ -65,7 +84,7 @@ function drawPatchOffsets(shown) {
   const margin = { l: 44, r: 44, t: 8, b: 40 };
   const width = $("offsets").clientWidth;
   const side = Math.min((width - margin.l - margin.r) / (2 * columns - 1), 240 / (2 * rows - 1));
-  chart("offsets", {
+  picture("offsets", {
     width: side * (2 * columns - 1) + margin.l + margin.r, height: side * (2 * rows - 1) + margin.t + margin.b, margin,
     grid: { z: z.map((line) => line.map((share) => Math.sqrt(share / top))), low: 0, high: 1, stops: VIRIDIS },
     ramp: [0, 0.1, 0.5, 1].map((share) => [Math.sqrt(share), (share * top).toPrecision(2)]),

@@ -1,10 +1,26 @@
 // The proof of a label: where its pattern lies in a map, how much of the weight is there, and the share at each offset.
 
-/** How far from the query the key of a figure is. */
-const OFFSET_OF = { back_3: -3, back_2: -2, previous: -1, self: 0, next: 1, ahead_2: 2, ahead_3: 3 };
+import { roundTicks } from "../shared/chart.js";
+import { $ } from "../shared/dom.js";
+import { showTip } from "../shared/tip.js";
+import { whole } from "../shared/words.js";
+import { overRows } from "./labels.js";
+import { data } from "./look.js";
+import { picture } from "./save.js";
+import { figure } from "./words.js";
 
-/** Where random tokens begin to come again: the first, the end, and after how many. */
-function repeatOf({ tokens, special }) {
+
+
+
+
+/** How far from the query the key of a figure is. */
+export const OFFSET_OF = { back_3: -3, back_2: -2, previous: -1, self: 0, next: 1, ahead_2: 2, ahead_3: 3 };
+
+/**
+ * Where random tokens begin to come again: the first, the end, and after how many.
+ * @param {Stream} stream
+ */
+export function repeatOf({ tokens, special }) {
   const first = [...tokens.keys()].find((index) => !special.includes(index)) ?? 0;
   let end = tokens.length;
   while (end > first && special.includes(end - 1)) end--;
@@ -17,8 +33,11 @@ function repeatOf({ tokens, special }) {
 /**
  * Where a label's weight is expected: in words, and as lines `[key, query, key, query]` from cell to cell; undefined where
  * it is no line.
+ * @param {Label} label
+ * @param {Layer} layer
+ * @returns {{ where: string, lines: number[][] } | undefined}
  */
-function expected({ label, key }, layer) {
+export function expected({ label, key }, layer) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
   if (!layer.rows.exact || !layer.cols.exact || layer.kind === "cross") return undefined;
   if (key === "first" || key === "cls") return { where: "the first token", lines: [[0, 0, 0, n - 1]] };
@@ -45,7 +64,7 @@ function shownLabel(row, layer) {
 }
 
 /** The guides of a head's first label that is a line on this map. */
-const guidesOf = (row, layer) => shownLabel(row, layer)?.lines ?? [];
+export const guidesOf = (row, layer) => shownLabel(row, layer)?.lines ?? [];
 
 /** The mean weight of a map on lines of cells. */
 function massOn(lines, layer, map) {
@@ -57,8 +76,13 @@ function massOn(lines, layer, map) {
   return count ? sum / count : NaN;
 }
 
-/** What the dashed line is, and how much of the weight lies on it here. */
-function guideWords(row, layer, map = told.rows.map) {
+/**
+ * What the dashed line is, and how much of the weight lies on it here.
+ * @param {Row} row
+ * @param {Layer} layer
+ * @param {Float32Array} map
+ */
+export function guideWords(row, layer, map) {
   const shown = shownLabel(row, layer);
   if (!shown) {
     const hidden = row.labels.find(({ key }) => key.endsWith("_random"));
@@ -79,14 +103,14 @@ function pieceName(layer) {
 }
 
 /** The shares at offsets from 3 back to 3 ahead, which positional labels come from. */
-function drawProfile(row) {
+export function drawProfile(row) {
   const there = Object.entries(OFFSET_OF).filter(([key]) => typeof row[key] === "number");
   $("profile-panel").hidden = there.length < 2 || Boolean(row.of.from.grid);
   if ($("profile-panel").hidden) return;
   const limit = data.rules.find(({ key }) => key in OFFSET_OF)?.threshold;
   const shares = there.map(([key, by]) => [by, row[key]]);
   const names = there.map(([, by]) => [by, by === 0 ? "itself" : `${by > 0 ? "+" : "−"}${Math.abs(by)}`]);
-  chart("profile", {
+  picture("profile", {
     width: $("profile").clientWidth, height: 220, margin: { l: 44, r: 10, t: 8, b: 40 }, bars: shares,
     x: { title: "tokens from the query", range: [shares[0][0] - 0.6, shares.at(-1)[0] + 0.6], ticks: names },
     y: { title: "share", range: [0, Math.max(1, ...shares.map(([, share]) => share))], ticks: roundTicks(0, 1, 4), lines: true },

@@ -1,5 +1,17 @@
 // A chart as a file, and a link to what is shown.
 
+import { chart, lettering, rampMarks } from "../shared/chart.js";
+import { $, css, el } from "../shared/dom.js";
+import { drawn } from "../shared/draw.js";
+import { headName } from "../shared/words.js";
+import { labelColour, styleOf } from "./labels.js";
+import { data, runs } from "./look.js";
+import { chosen, embedded, savedName, state } from "./state.js";
+
+
+
+
+
 const LEAST = 340;  // pixels of a saved picture's width, so that its words fit
 const LINE = 17;
 
@@ -14,7 +26,10 @@ function inLines(words, width) {
   }, []);
 }
 
-/** What a picture is of, once it is alone: [title, what its scale is, the model and the text]. */
+/**
+ * What a picture is of, once it is alone: [title, what its scale is, the model and the text].
+ * @param {Box} box
+ */
 function caption(box) {
   const { title, scale = "", random } = box.chart.says ?? {};
   const name = box.closest("section")?.querySelector("h2")?.textContent ?? "";
@@ -41,7 +56,10 @@ function keyMarks(names, width, top) {
   });
 }
 
-/** The chart in a box as one SVG: a title, its axes and marks, under them the grid as a picture, and what its colours stand for. */
+/**
+ * The chart in a box as one SVG: a title, its axes and marks, under them the grid as a picture, and what its colours stand for.
+ * @param {Box} box
+ */
 function chartAsSvg(box) {
   const { area, says = {}, grid } = box.chart;
   const scaled = !box.chart.ramp && says.marks && grid?.stops;
@@ -71,7 +89,10 @@ function chartAsSvg(box) {
   return new XMLSerializer().serializeToString(svg);
 }
 
-/** The same as a PNG with two pixels for each of the page. */
+/**
+ * The same as a PNG with two pixels for each of the page.
+ * @param {Box} box
+ */
 async function chartAsPng(box) {
   const picture = new Image();
   picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(chartAsSvg(box))}`;
@@ -106,7 +127,21 @@ async function copyLink(button) {
   setTimeout(() => { button.textContent = "link"; }, 5000);
 }
 
-/** Buttons under a chart that save it, and copy the address of what is shown. */
+/**
+ * Draws a chart, with buttons under it that save it.
+ * @param {string} id
+ * @param {ChartSpec} spec
+ */
+export function picture(id, spec) {
+  const box = chart(id, spec);
+  if (box.chart && !box.closest(".card") && !box.nextElementSibling?.matches(".save")) box.after(saveButtons(box));
+  return box;
+}
+
+/**
+ * Buttons under a chart that save it, and copy the address of what is shown.
+ * @param {Box} box
+ */
 function saveButtons(box) {
   const file = (kind) => `headwise-${box.id}-${savedName()}.${kind}`;
   const button = (text, title, act) => {

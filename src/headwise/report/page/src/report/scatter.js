@@ -1,9 +1,29 @@
 // Any figure of the heads against any other: induction against previous token, to begin with.
 
+import { roundTicks } from "../shared/chart.js";
+import { $, el } from "../shared/dom.js";
+import { showTip } from "../shared/tip.js";
+import { counted, unitName } from "../shared/words.js";
+import { choose, remember } from "./choice.js";
+import { glyph, headTip, labelColour, styleOf } from "./labels.js";
+import { headLine } from "./likeness.js";
+import { data, firstLabel, hasLabel, known } from "./look.js";
+import { picture } from "./save.js";
+import { state } from "./state.js";
+import { figure } from "./words.js";
+
+
+
+
+
 const axes = { x: "", y: "" };
 
-views.scatter = {
+export const scatterView = {
   title: "Scatter",
+  kept: {
+    x: [() => axes.x, (value) => { if (data.column.has(value)) axes.x = value; }],
+    y: [() => axes.y, (value) => { if (data.column.has(value)) axes.y = value; }],
+  },
   there: () => data.columns.length > 1,
   more: true,
   draw() {
@@ -20,7 +40,7 @@ views.scatter = {
 const shownFigures = () => data.columns.map(({ key }) => key).filter((key) => known(data.rows, key).length);
 
 /** Induction by previous token; of what has neither, the first two figures. */
-function startAxes() {
+export function startAxes() {
   const there = shownFigures();
   const first = (keys, other) => keys.find((key) => there.includes(key)) ?? other;
   axes.y = first(["induction_random", "induction"], there[1]);
@@ -75,7 +95,7 @@ function drawScatter() {
     const range = roomy(values);
     return { title: column.title + (unitName(column) && `,${unitName(column)}`), range, ticks: roundTicks(...range, 6), lines: true };
   };
-  chart("scatter", {
+  picture("scatter", {
     says: { title: `${y.title} against ${x.title.toLowerCase()}, every head`, labels: data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)) },
     width, height: Math.min(560, Math.max(320, width * 0.62)), margin: { l: 62, r: 16, t: 10, b: 42 }, x: axis(x, across), y: axis(y, up),
     points: places.map((place, index) => ({
@@ -106,7 +126,7 @@ function drawScatterLegend(rows) {
   }));
 }
 
-function connectScatter() {
+export function connectScatter() {
   for (const name of ["x", "y"]) {
     $(`axis-${name}`).addEventListener("change", () => { axes[name] = $(`axis-${name}`).value; remember(); drawScatter(); });
   }

@@ -1,8 +1,18 @@
 // What a head does at a token, in one sentence made of its weights.
 
+import { el } from "../shared/dom.js";
+import { headShort, whole } from "../shared/words.js";
+import { OFFSET_OF } from "./proof.js";
+import { distance, rounded, tokenCode } from "./words.js";
+
+
+
+
+
 /**
  * The patterns that labels name: whether a key is an example of one, in what words, and for those that are said of any
  * head the figure that is its mean. `by` is the offset of a positional label.
+ * @type {Record<string, { holds(layer: Layer, query: number, key: number, by?: number): boolean, words(layer: Layer, query: number, key: number): string, key?: string }>}
  */
 const RELATIONS = {
   induction: {
@@ -25,7 +35,7 @@ const ORDER = ["itself", "previous token", "induction", "duplicate token", "firs
 const OF_PATCHES = ["itself", "[CLS]", "separator"];  // of an image, whose patches have no order of reading
 
 /** The place before the key, if the query's token stands there too; else −1. */
-function followed(layer, query, key) {
+export function followed(layer, query, key) {
   const before = key - 1;
   return before >= 0 && before !== query && layer.from.tokens[query] === layer.to.tokens[before] ? before : -1;
 }
@@ -36,29 +46,48 @@ function occurrence(layer, query, place) {
   return layer.to.tokens.lastIndexOf(layer.from.tokens[query], query - 1) === place ? "its previous occurrence" : "an earlier occurrence of it";
 }
 
-/** Whether a key is an example of what a label names. */
-const isExample = ({ label, key: figure }, layer, query, key) => Boolean(RELATIONS[label]?.holds(layer, query, key, OFFSET_OF[figure]));
+/**
+ * Whether a key is an example of what a label names.
+ * @param {{ label: string, key?: string }} label
+ * @param {Layer} layer
+ * @param {number} query
+ * @param {number} key
+ */
+export const isExample = ({ label, key: figure }, layer, query, key) => Boolean(RELATIONS[label]?.holds(layer, query, key, OFFSET_OF[figure]));
 
-/** The pattern that a query's strongest key is a clear example of, one of the head's own labels first; undefined if there is none. */
-function relationOf(row, layer, query, [key, value]) {
+/**
+ * The pattern that a query's strongest key is a clear example of, one of the head's own labels first; undefined if there is none.
+ * @param {Row} row
+ * @param {Layer} layer
+ * @param {number} query
+ * @param {[key: number, weight: number]} found
+ */
+export function relationOf(row, layer, query, [key, value]) {
   if (layer.kind === "cross" || !isClear(value, visibleKeys(layer, query))) return undefined;
   const names = [...row.labels, ...ORDER.map((label) => ({ label }))];
   return names.find((one) => (!layer.from.grid || OF_PATCHES.includes(one.label)) && isExample(one, layer, query, key))?.label;
 }
 
-/** A share as whole percents; more digits where there would be none. */
-const rounded = (value) => (value > 0 && value < 0.005 ? `<1\u202f%` : percent(value));
-
-/** How many keys a query can attend to. */
-const visibleKeys = ({ causal, to, visible }, query) => visible?.[query] ?? (causal ? query + 1 : to.tokens.length);
+/**
+ * How many keys a query can attend to.
+ * @param {Layer} layer
+ * @param {number} query
+ */
+export const visibleKeys = ({ causal, to, visible }, query) => visible?.[query] ?? (causal ? query + 1 : to.tokens.length);
 
 const CLEAR = { keys: 8, timesUniform: 3, share: 0.15 };
 
 /** Whether a weight says something of a head: it is far above that of uniform attention, over keys enough to choose from. */
-const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(CLEAR.share, CLEAR.timesUniform / keys);
+export const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(CLEAR.share, CLEAR.timesUniform / keys);
 
-/** What the head does at a token, in words. A pattern is named only where its weight is clear. */
-function sentence(row, layer, query, found) {
+/**
+ * What the head does at a token, in words. A pattern is named only where its weight is clear.
+ * @param {Row} row
+ * @param {Layer} layer
+ * @param {number} query
+ * @param {[key: number, weight: number][]} found
+ */
+export function sentence(row, layer, query, found) {
   const cross = layer.kind === "cross";
   const start = [el("b", {}, `Head ${headShort(row)}`), cross ? ` at ${layer.from.name}’s ` : " at ", tokenCode(layer.from, query)];
   if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": of a text of this size, single keys are not kept."];
@@ -75,7 +104,12 @@ function sentence(row, layer, query, found) {
     clear ? relation && !labeled ? meanWords(row, layer, relation) : "" : uniformWords(keys)];
 }
 
-/** The head's mean weight on a pattern that it has no label for, where it is known. */
+/**
+ * The head's mean weight on a pattern that it has no label for, where it is known.
+ * @param {Row} row
+ * @param {Layer} layer
+ * @param {string} relation
+ */
 function meanWords(row, { isTwin }, relation) {
   const mean = row[RELATIONS[relation].key + (isTwin ? "_random" : "")];
   return typeof mean === "number" ? ` On average over queries: ${rounded(mean)}.` : "";

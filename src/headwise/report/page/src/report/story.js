@@ -1,10 +1,32 @@
 // The story of a head: the text with arcs from a token to what it looks at, and one sentence made of the numbers.
 
+import { $, el, switches } from "../shared/dom.js";
+import { headName } from "../shared/words.js";
+import { address } from "./address.js";
+import { drawArcs, layText } from "./arcs.js";
+import { chooseToken, lookOn } from "./choice.js";
+import { labelLines } from "./labels.js";
+import { data } from "./look.js";
+import { drawMap, fullColour, scaleWords } from "./map.js";
+import { guideWords, guidesOf } from "./proof.js";
+import { sentence } from "./sentence.js";
+import { proofPiece, sceneOf, state } from "./state.js";
+import { tellingToken } from "./telling.js";
+import { rawWords } from "./text.js";
+import { headRows, strongest, tokenWeights } from "./weights.js";
+
+
+
+
+
 let told = {};       // what the story shows: { row, token, rows }
 let peeks = 0;       // counts glances, so that a late one never replaces a newer one
 
-/** Shows the story of another head or token as long as the pointer is on it; of neither, the chosen one's. */
-async function peek({ row = state.row, token }) {
+/**
+ * Shows the story of another head or token as long as the pointer is on it; of neither, the chosen one's.
+ * @param {{ row?: number, token?: number }} at
+ */
+export async function peek({ row = state.row, token }) {
   if (row < 0 || state.view !== "heads") return;
   const head = data.rows[row];
   const free = !state.settled && token === undefined && row !== state.row;  // the head's own best, for nothing else was asked for
@@ -19,7 +41,12 @@ async function peek({ row = state.row, token }) {
 /** The chosen token, where a head's layer has it as a query. */
 const chosenQueryOf = (row) => Math.min(state.token, sceneOf(row).from.tokens.length - 1);
 
-function drawStory(row, rows, token = chosenQueryOf(row)) {
+/**
+ * @param {Row} row
+ * @param {HeadRows} rows
+ * @param {number} token
+ */
+export function drawStory(row, rows, token = chosenQueryOf(row)) {
   peeks++;
   const { layer } = rows;
   told = { row, token, rows };
@@ -39,7 +66,11 @@ function drawStory(row, rows, token = chosenQueryOf(row)) {
   drawAside(row, layer);
 }
 
-/** What the head does on the piece that is not shown, in one sentence. */
+/**
+ * What the head does on the piece that is not shown, in one sentence.
+ * @param {Row} row
+ * @param {Layer} layer
+ */
 async function drawAside(row, { isTwin }) {
   $("aside").hidden = !row.of.twin;
   if (!row.of.twin) return;
@@ -51,7 +82,7 @@ async function drawAside(row, { isTwin }) {
 }
 
 /** The switch between the text and random repeats, where a layer has both. */
-function drawPieceSwitch(id, row, on = state.on) {
+export function drawPieceSwitch(id, row, on = state.on) {
   $(id).hidden = !row.of.twin;
   switches($(id), id, [["text", "text"], ["repeats", "random repeats", "A short piece of random tokens that come twice"]],
     on, lookOn);
@@ -66,5 +97,9 @@ function drawStoryMap(row, { layer, map }, token) {
     hover: (_, { row: query }) => peek({ row: data.rows.indexOf(row), token: layer.rows.start(Math.max(0, Math.min(layer.rows.cells - 1, query))) }),
     leave: () => peek({}),
   }).setAttribute("aria-label", `Attention map of ${headName(row)}; the view Head has it in full`);
-  $("guide-what").textContent = guideWords(row, layer);
+  $("guide-what").textContent = guideWords(row, layer, map);
+}
+
+export function connectStory() {
+  $("glance-fold").addEventListener("toggle", () => { if (told.row && $("glance-fold").open) drawStoryMap(told.row, told.rows, told.token); });
 }

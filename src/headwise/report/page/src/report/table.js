@@ -1,11 +1,24 @@
 // The table of heads: sorted by any column, filtered by words, labels and conditions.
 
+import { $, dark, el } from "../shared/dom.js";
+import { counted, headShort, percent, whole } from "../shared/words.js";
+import { choose, remember } from "./choice.js";
+import { glyph, headButton } from "./labels.js";
+import { NONE, allLabels, data, firstLabel, hasLabel } from "./look.js";
+import { state } from "./state.js";
+import { figure } from "./words.js";
+
+
+
+
+
 const sorting = { key: "place", down: false };
 const LINES = 40;  // that are made at a time
 const listed = { now: "", order: [], shared: new Map() };
 
-views.table = {
+export const tableView = {
   title: "Table",
+  kept: { sort: [() => (sorting.down ? "-" : "") + sorting.key, (value) => { Object.assign(sorting, { key: value.replace(/^-/, ""), down: value.startsWith("-") }); }] },
   draw() {
     if ($("table").look !== data) drawTableHead();
     $("only").value = state.only;
@@ -76,7 +89,7 @@ function sortValue(row, index, key) {
 function inOrder({ key, down }) {
   return (a, b) => {
     const [x, y] = [a, b].map((index) => sortValue(data.rows[index], index, key));
-    if (x === null || y === null) return (x === null) - (y === null) || a - b;
+    if (x === null || y === null) return Number(x === null) - Number(y === null) || a - b;
     return (down ? y - x : x - y) || a - b;
   };
 }
@@ -120,7 +133,7 @@ function listHeads() {
     if (cell.dataset.key === sorting.key) cell.setAttribute("aria-sort", sorting.down ? "descending" : "ascending");
     else cell.removeAttribute("aria-sort");
   }
-  $("table").setAttribute("aria-rowcount", listed.order.length + 1);
+  $("table").setAttribute("aria-rowcount", String(listed.order.length + 1));
   $("table").tBodies[0].replaceChildren();
   addLines();
 }
@@ -146,7 +159,7 @@ function markRow() {
   for (const line of $("table").tBodies[0].rows) line.classList.toggle("chosen", Number(line.dataset.row) === state.row);
 }
 
-function connectTable() {
+export function connectTable() {
   const relist = () => { remember(); listHeads(); markRow(); };
   $("filter").addEventListener("input", () => { state.filter = $("filter").value; relist(); });
   $("only").addEventListener("change", () => { state.only = $("only").value; relist(); });

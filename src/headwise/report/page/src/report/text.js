@@ -1,14 +1,30 @@
 // The text or the image itself: where a token looks, who looks at it, what is received in all.
 
+import { $, css, el, switches } from "../shared/dom.js";
+import { contrast, hex, inkOn, luminance } from "../shared/draw.js";
+import { weight, whole } from "../shared/words.js";
+import { chooseToken, redraw, remember } from "./choice.js";
+import { data } from "./look.js";
+import { fullColour, scaleWords, shade } from "./map.js";
+import { repeatOf } from "./proof.js";
+import { chosen, state } from "./state.js";
+import { headRows, receivedBy, tokenWeights, topKeys } from "./weights.js";
+import { beforePatches, distance, tokenCode, tokenName, visible } from "./words.js";
+
+
+
+
+
+/** @type {HeadRows[]} */
 let textShown;  // the heads whose mean is shown: one, or all of the layer
 
 /** The heads whose mean the text shows. */
-function loadText() {
+export function loadText() {
   const row = chosen();
   return Promise.all((state.scope === "head" ? [row] : data.rows.filter(({ layer }) => layer === row.layer)).map((one) => headRows(one)));
 }
 
-function drawText(heads) {
+export function drawText(heads) {
   textShown = heads;
   drawTextTitle();
   drawStreams();
@@ -37,8 +53,11 @@ function drawTextTitle() {
   }[state.direction] + places + block + (rawWords(layer) && ` ${rawWords(layer)}`);
 }
 
-/** That tokens are not the text as it was written, where they are not. */
-const rawWords = ({ from, to }) => ([from, to].some((stream) => !stream.pieces && !stream.apart && !stream.grid && !stream.positions)
+/**
+ * That tokens are not the text as it was written, where they are not.
+ * @param {Layer} layer
+ */
+export const rawWords = ({ from, to }) => ([from, to].some((stream) => !stream.pieces && !stream.apart && !stream.grid && !stream.positions)
   ? "Tokens stand as the tokenizer writes them: it does not say where they are in the text. " : "");
 
 /** The token boxes of the layer's streams, made anew only when these change. */
@@ -63,7 +82,7 @@ function drawStreams() {
 // --- the tokens --------------------------------------------------------------------------------
 
 /** The text as it was written, a button for each token; tokens of a word stay on one line where they fit. */
-function tokenBox(stream) {
+export function tokenBox(stream) {
   const box = el("div", { class: "tokens" });
   let word = null;
   const apart = (...nodes) => { box.append(...nodes); word = null; };
@@ -98,7 +117,7 @@ function tokenButton(stream, index, letters, special) {
 }
 
 /** A picture under the grid of its patches; other tokens stand above it. */
-function pictureBox(stream) {
+export function pictureBox(stream) {
   const [rows, columns] = stream.grid;
   const first = beforePatches(stream);
   const grid = el("div", { class: "patches" });
@@ -118,7 +137,7 @@ function pictureBox(stream) {
 }
 
 /** The token that a key pressed on another one leads to. */
-function nextToken(event, stream) {
+export function nextToken(event, stream) {
   const at = Number(event.target.closest("[data-token]")?.dataset.token);
   const count = stream.tokens.length;
   const down = stream.grid && at >= beforePatches(stream) ? stream.grid[1] : 1;
@@ -160,7 +179,7 @@ function shownWeights() {
 }
 
 /** Colours a token by a share of the full colour, in an ink that can be read on it. */
-function colourButton(button, share) {
+export function colourButton(button, share) {
   const strength = Math.max(0, Math.min(1, share));
   button.style.setProperty("--w", strength.toFixed(3));
   if (button.closest(".patches")) return;
@@ -218,7 +237,7 @@ function drawStrongest(layer, weights) {
   const tops = new Set(textShown.length > 1 ? [] : state.direction === "to" ? topKeys(textShown[0], state.token).map(([key]) => key)
     : found.map(([query]) => query).filter((query) => topKeys(textShown[0], query).some(([key]) => key === state.token)));
   const about = (index) => !exact && state.direction !== "all" && !tops.has(index);
-  const aside = (index) => [verb ? distance(layer, ...(state.direction === "to" ? [state.token, index] : [index, state.token])) : "", `at ${index}`]
+  const aside = (index) => [verb ? (state.direction === "to" ? distance(layer, state.token, index) : distance(layer, index, state.token)) : "", `at ${index}`]
     .filter(Boolean).join(" · ");
   const next = layer.kind === "cross" ? { to: "from", from: "to", all: "from" }[state.direction] : state.direction;
   $("strongest").replaceChildren(...weightList(other, found, aside, next, about));
@@ -226,8 +245,8 @@ function drawStrongest(layer, weights) {
   $("strongest-rest").textContent = state.direction !== "to" || !exact ? "" : rest > 0.0005 ? `${weight(rest)} on all other keys.` : "Nothing on other keys.";
 }
 
-/** Lines of `[index, weight]`: weight, token, an aside. A token can be chosen. */
-function weightList(stream, found, aside, direction, about = () => false) {
+/** Lines of `[index, weight]`: weight, token, an aside; `about` says of an index that its weight is a mean. A token can be chosen. */
+function weightList(stream, found, aside, direction, about) {
   return found.map(([index, value]) => {
     const button = el("button", { type: "button", class: "plain" }, tokenCode(stream, index));
     button.addEventListener("click", () => chooseToken(index, direction));

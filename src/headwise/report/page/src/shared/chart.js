@@ -1,5 +1,13 @@
 // Charts: a grid of colours on a canvas; axes, bars, lines, points, words and frames in SVG over it.
 
+import { $, css, el } from "./dom.js";
+import { between, drawn, hex, palette } from "./draw.js";
+import { hideTip } from "./tip.js";
+
+
+
+
+
 const FONT = 12;
 const STEPS = [1, 2, 5, 10];
 
@@ -14,8 +22,10 @@ const STEPS = [1, 2, 5, 10];
  *   words [{ x, y, text, size, colour }], guides (lines that are thin and dashed), frames [{ x0, x1, y0, y1, width, plain }].
  *   ramp [[value, text]]: the ticks of a bar of the grid's colours.
  *   hover(event, place), click(place), zoom(ranges), leave(): a place is { x, y, column, row, point }.
+ * @param {string} id
+ * @param {ChartSpec} spec
  */
-function chart(id, spec) {
+export function chart(id, spec) {
   const box = $(id);
   if (spec.width <= spec.margin.l + spec.margin.r) return box;  // a view that is being left has no size
   const first = !box.chart;
@@ -33,17 +43,19 @@ function chart(id, spec) {
     drawn("clipPath", { id: `${id}-clip` }, drawn("rect", area)), ...axisMarks(spec), marks, ...rampMarks(spec, id),
     drawn("rect", { ...area, class: "area", fill: "none", "pointer-events": "all" }));
   box.replaceChildren(...(spec.grid ? [gridPicture(spec)] : []), svg);
-  if (first) {
-    connectChart(box);
-    if (!box.closest(".card")) box.after(saveButtons(box));
-  }
+  if (first) connectChart(box);
   return box;
 }
 
+/** @type {(range: number[], from: number, to: number) => (value: number) => number} */
 const along = ([start, end], from, to) => (value) => from + ((value - start) / (end - start)) * (to - from);
 
-/** Puts other frames over a chart that is drawn. */
-function reframe(id, frames) {
+/**
+ * Puts other frames over a chart that is drawn.
+ * @param {string} id
+ * @param {Frame[]} frames
+ */
+export function reframe(id, frames) {
   const { chart: spec } = $(id);
   if (!spec) return;
   spec.frames = frames;
@@ -52,7 +64,10 @@ function reframe(id, frames) {
 
 // --- the grid ----------------------------------------------------------------------------------
 
-/** The cells as a canvas, cut where the axes end. */
+/**
+ * The cells as a canvas, cut where the axes end.
+ * @param {ChartSpec} spec
+ */
 function gridPicture(spec) {
   const { grid, area, toX, toY } = spec;
   const [rows, columns] = [grid.z.length, grid.z[0]?.length ?? 0];
@@ -91,7 +106,7 @@ function paintCells(canvas, grid, rows, columns) {
 }
 
 const rgb = (parts) => `#${parts.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
-const cellColour = (grid, value) => (grid.fill ? grid.fill(value) : rgb(between(grid.stops.map(hex), shareOf(grid, value))));
+export const cellColour = (grid, value) => (grid.fill ? grid.fill(value) : rgb(between(grid.stops.map(hex), shareOf(grid, value))));
 
 /** Cells with room between them. */
 function paintApart(canvas, grid, wide, tall) {
@@ -107,8 +122,11 @@ function paintApart(canvas, grid, wide, tall) {
   }));
 }
 
-/** The bar that says what the grid's colours stand for. */
-function rampMarks({ grid, ramp, area, width, margin }, id) {
+/**
+ * The bar that says what the grid's colours stand for.
+ * @param {ChartSpec} spec
+ */
+export function rampMarks({ grid, ramp, area, width, margin }, id) {
   if (!ramp) return [];
   const x = width - margin.r + 10;
   const y = along([grid.low, grid.high], area.y + area.height, area.y);
@@ -122,9 +140,10 @@ function rampMarks({ grid, ramp, area, width, margin }, id) {
 
 // --- axes --------------------------------------------------------------------------------------
 
-const lettering = (x, y, text, more = {}) => drawn("text", { x, y, fill: css("--muted"), ...more }, text);
+export const lettering = (x, y, text, more = {}) => drawn("text", { x, y, fill: css("--muted"), ...more }, text);
 const stroke = (x1, y1, x2, y2, colour, more = {}) => drawn("line", { x1, y1, x2, y2, stroke: css(colour), ...more });
 
+/** @param {ChartSpec} spec */
 function axisMarks({ x, y, area, toX, toY, height, margin }) {
   const found = [];
   const font = (axis) => (axis.mono ? { "font-family": css("--mono"), "font-size": FONT } : {});
@@ -150,13 +169,13 @@ function axisMarks({ x, y, area, toX, toY, height, margin }) {
 }
 
 /** The room under an axis whose ticks are turned by so many degrees, with its title. */
-function turnedRoom(texts, degrees, title = true) {
+export function turnedRoom(texts, degrees, title = true) {
   const [longest, turn] = [Math.max(0, ...texts.map((text) => [...text].length)), (degrees * Math.PI) / 180];
   return Math.ceil(14 + 7.2 * longest * Math.sin(turn) + FONT * Math.cos(turn)) + (title ? 18 : 0);
 }
 
 /** Round numbers from `low` to `high`, about so many, as ticks. */
-function roundTicks(low, high, count = 5) {
+export function roundTicks(low, high, count = 5) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * STEPS.find((one) => one * power >= rough * 0.999);
@@ -172,6 +191,7 @@ function roundTicks(low, high, count = 5) {
 
 // --- marks -------------------------------------------------------------------------------------
 
+/** @param {ChartSpec} spec */
 function barMarks({ bars = [], toX, toY }) {
   return bars.map(([x, y]) => {
     const [left, right, top] = [toX(x - 0.38), toX(x + 0.38), toY(y)];
@@ -179,6 +199,7 @@ function barMarks({ bars = [], toX, toY }) {
   });
 }
 
+/** @param {ChartSpec} spec */
 function lineMarks({ lines = [], toX, toY }) {
   return lines.flatMap(({ points, colour, width = 1.6, dash, dots }) => {
     let text = "";
@@ -191,7 +212,10 @@ function lineMarks({ lines = [], toX, toY }) {
   });
 }
 
-/** Where a pattern is expected: thin, dashed, and seen on any colour. */
+/**
+ * Where a pattern is expected: thin, dashed, and seen on any colour.
+ * @param {ChartSpec} spec
+ */
 function guideMarks({ guides = [], toX, toY }) {
   return guides.flatMap(([x1, y1, x2, y2]) => [["#ffffff", 1.6, ""], ["#000000", 1.6, "3 4"]].map(([colour, width, dash]) => drawn("line", {
     x1: toX(x1), y1: toY(y1), x2: toX(x2), y2: toY(y2), stroke: colour, "stroke-width": width, class: "guide",
@@ -199,6 +223,7 @@ function guideMarks({ guides = [], toX, toY }) {
   })));
 }
 
+/** @param {ChartSpec} spec */
 function pointMarks({ points = [], toX, toY }) {
   return points.map(({ x, y, size = 10, colour, path, edge = 0.8, faint, error = [] }) => {
     const [left, top, scale] = [toX(x), toY(y), size / 12];
@@ -213,6 +238,7 @@ function pointMarks({ points = [], toX, toY }) {
   });
 }
 
+/** @param {ChartSpec} spec */
 function wordMarks({ words = [], toX, toY }) {
   return words.map(({ x, y, text, size = FONT, colour, path }) => {
     const [left, top] = [toX(x), toY(y)];
@@ -224,7 +250,10 @@ function wordMarks({ words = [], toX, toY }) {
   });
 }
 
-/** Frames of two lines, so that they show on any colour; a plain one is a single line of the mark's colour. */
+/**
+ * Frames of two lines, so that they show on any colour; a plain one is a single line of the mark's colour.
+ * @param {ChartSpec} spec
+ */
 function frameMarks({ frames = [], toX, toY }) {
   return frames.flatMap(({ x0, x1, y0, y1, width = 2.5, plain }) => {
     const [left, right, top, bottom] = [toX(x0), toX(x1), ...[toY(y0), toY(y1)].sort((a, b) => a - b)];
@@ -235,17 +264,22 @@ function frameMarks({ frames = [], toX, toY }) {
 }
 
 /** A frame round the cell of a column and a row. */
-const frame = (x, y) => [{ x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5 }];
+export const frame = (x, y) => [{ x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5 }];
 
 // --- the pointer -------------------------------------------------------------------------------
 
-/** What lies under the pointer; null outside the axes, and where there are points, away from all of them. */
+/**
+ * What lies under the pointer; null outside the axes, and where there are points, away from all of them.
+ * @param {Box} box
+ * @param {PointerEvent} event
+ * @returns {Place | null}
+ */
 function placeUnder(box, event) {
   const { area, x, y, toX, toY, points } = box.chart;
   const edge = box.getBoundingClientRect();
   const [left, top] = [event.clientX - edge.left, event.clientY - edge.top];
   if (left < area.x || left > area.x + area.width || top < area.y || top > area.y + area.height) return null;
-  const [atX, atY] = [along([area.x, area.x + area.width], ...x.range)(left), along([area.y + area.height, area.y], ...y.range)(top)];
+  const [atX, atY] = [along([area.x, area.x + area.width], x.range[0], x.range[1])(left), along([area.y + area.height, area.y], y.range[0], y.range[1])(top)];
   const place = { x: atX, y: atY, column: Math.round(atX), row: Math.round(atY), left, top };
   if (!points) return place;
   const far = points.map((point) => Math.hypot(toX(point.x) - left, toY(point.y) - top));
@@ -253,6 +287,7 @@ function placeUnder(box, event) {
   return far[nearest] <= 14 ? { ...place, point: points[nearest] } : null;
 }
 
+/** @param {Box} box */
 function connectChart(box) {
   let from = null;  // where a drag began
   const band = drawn("rect", { class: "band" });
@@ -263,7 +298,7 @@ function connectChart(box) {
     if (from && place) {
       for (const [name, value] of Object.entries({
         x: Math.min(from.left, place.left), y: Math.min(from.top, place.top), width: Math.abs(place.left - from.left), height: Math.abs(place.top - from.top),
-      })) band.setAttribute(name, value);
+      })) band.setAttribute(name, String(value));
     }
     if (place) box.chart.hover?.(event, place);
     else hideTip();

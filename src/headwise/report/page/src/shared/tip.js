@@ -1,7 +1,13 @@
 // The tip beside the pointer.
 
+import { $, el } from "./dom.js";
+
+
+
+
+
 /** Shows lines of [name, code or null, tail] beside the pointer. */
-function showTip(event, lines) {
+export function showTip(event, lines) {
   const tip = $("tip");
   tip.replaceChildren(...lines.map(([name, code, tail]) => {
     const line = el("div", {}, `${name} `);
@@ -18,4 +24,4 @@ function showTip(event, lines) {
   tip.style.top = `${Math.max(6, top)}px`;
 }
 
-const hideTip = () => { $("tip").hidden = true; };
+export const hideTip = () => { $("tip").hidden = true; };

@@ -1,5 +1,17 @@
 // The chosen head over the steps: its figures, their standard errors, the middle half of all heads.
 
+import { $, el } from "../shared/dom.js";
+import { drawn } from "../shared/draw.js";
+import { hideTip, showTip } from "../shared/tip.js";
+import { cellTip } from "./heat.js";
+import { alarmPaths, entry, line, stepAxis, symbol, words } from "./marks.js";
+import { DIFFERENCE, chosenColumn, heads, nearest, reach, runs, shown, state, statisticOf } from "./run.js";
+import { scaleOf, scaler, tickText, ticks } from "./scale.js";
+
+
+
+
+
 const curve = { left: 52, top: 8, bottom: 40, right: 10, high: 190 };
 
 /** The figures of the chosen head in a run, column by column. */
@@ -53,7 +65,7 @@ function area(xs, lower, upper) {
   return text;
 }
 
-function drawCurve() {
+export function drawCurve() {
   const [box, statistic] = [$("curve"), statisticOf()];
   const wide = box.clientWidth - curve.left - curve.right;
   const { range, log } = curveRange();
@@ -77,14 +89,20 @@ function drawCurve() {
   drawCurveLegend();
 }
 
-/** The quartiles and the median of all heads. */
+/**
+ * The quartiles and the median of all heads.
+ * @param {Run} run
+ */
 function crowdOf(run) {
   const [low, middle, high] = run.crowd[state.statistic].map((all) => all.map(curve.y));
   const xs = run.columns.map((column) => curve.x(column.middle));
   return [drawn("path", { class: "crowd", d: area(xs, low, high) }), drawn("path", { class: runs.length > 1 ? `median ${runLetter(run)}` : "median", d: path(xs.map((x, place) => [x, middle[place]])) })];
 }
 
-/** The head's own line, with a band of one standard error; crosses where figures are not finite. */
+/**
+ * The head's own line, with a band of one standard error; crosses where figures are not finite.
+ * @param {Run} run
+ */
 function lineOf(run) {
   const [values, errors, kind] = [figuresOf(run), figuresOf(run, "errors"), runLetter(run)];
   const xs = run.columns.map((column) => curve.x(column.middle));
@@ -101,7 +119,11 @@ function lineOf(run) {
   return parts;
 }
 
-/** Where an alarm stands: at the figure that broke the rule, where this is the statistic. */
+/**
+ * Where an alarm stands: at the figure that broke the rule, where this is the statistic.
+ * @param {Run} run
+ * @param {Alarm} alarm
+ */
 function alarmPoint(run, alarm) {
   const value = alarm.statistic === state.statistic && alarm.value !== null ? alarm.value : figuresOf(run)[nearest(run.columns, alarm.step)];
   const y = curve.y(value);
@@ -126,7 +148,8 @@ function drawCurveChoice() {
   $("curve-choice").replaceChildren(line(x, curve.top, x, curve.top + curve.high, "now"));
 }
 
-function connectCurve() {
+/** Connects the curve; `choose` is called with a head and a column. */
+export function connectCurve(choose) {
   const column = (event) => {
     const x = event.clientX - $("curve").getBoundingClientRect().left - curve.left;
     if (x < 0 || x > curve.wide) return -1;

@@ -1,5 +1,17 @@
 // Heads by steps: a picture on a canvas, with axes, alarms and the choice drawn over it.
 
+import { $, css, el } from "../shared/dom.js";
+import { VIRIDIS, drawn, hex, palette, pixel } from "../shared/draw.js";
+import { hideTip, showTip } from "../shared/tip.js";
+import { counted, headName, headShort } from "../shared/words.js";
+import { TRIANGLE, alarmPaths, alarmText, entry, line, stepAxis, symbol, words } from "./marks.js";
+import { DIFFERENCE, chosenColumn, columnAt, data, heads, isShare, reach, runs, shown, shownAlarms, state, statisticOf } from "./run.js";
+import { bounds, scaleOf, scaler, shownText, signedScaler, signedText, stepText, unitText, written } from "./scale.js";
+
+
+
+
+
 const heat = { left: 46, top: 6, bottom: 40, right: 10, picture: null };
 
 /** How figures become colours: `{ share, colours, low, high, log }`. */
@@ -24,13 +36,18 @@ function signedColours(values, log) {
 }
 
 /** The heads that are shown: from one place to another. */
-function shownHeads() {
+export function shownHeads() {
   if (state.layer < 0) return [0, heads.length];
   const from = heads.findIndex(({ layer }) => layer === state.layer);
   return [from, from + data.layers[state.layer][1]];
 }
 
-/** The columns under each pixel from the left: from one place to another, or none. */
+/**
+ * The columns under each pixel from the left: from one place to another, or none.
+ * @param {Steps[]} columns
+ * @param {number} wide
+ * @param {number[]} reach
+ */
 function columnsUnder(columns, wide, [low, high]) {
   const each = (high - low) / wide;
   const middles = columns.map(({ middle }) => Math.min(wide - 1, Math.floor((middle - low) / each)));
@@ -84,7 +101,7 @@ function paint(canvas, statistic, { share, stops }) {
 }
 
 /** Draws the picture and all that lies over it. */
-function drawHeat() {
+export function drawHeat() {
   const [box, statistic] = [$("heat"), statisticOf()];
   const [from, to] = shownHeads();
   const wide = box.clientWidth - heat.left - heat.right;
@@ -136,7 +153,7 @@ function heatAlarms() {
 }
 
 /** The frame round the chosen head, and the line at the chosen step. */
-function drawChoice() {
+export function drawChoice() {
   const group = $("heat-choice");
   if (!group) return;
   const { columns } = shown();
@@ -188,7 +205,7 @@ function under(event) {
 }
 
 /** What a tip says of a head at a column. */
-function cellTip(head, column) {
+export function cellTip(head, column) {
   const [{ columns, values }, statistic] = [shown(), statisticOf()];
   const { first, last } = columns[column];
   const lines = [[headName(heads[head]), null, ""], [stepText(columns[column]), null, ""]];
@@ -197,7 +214,8 @@ function cellTip(head, column) {
   return [...lines, ...alarms.map((alarm) => ["Alarm:", null, alarmText(alarm)])];
 }
 
-function connectHeat() {
+/** Connects the picture and the keys; `choose` is called with a head and a column. */
+export function connectHeat(choose) {
   const box = $("heat");
   box.addEventListener("pointermove", (event) => {
     const at = under(event);
@@ -208,11 +226,11 @@ function connectHeat() {
     const at = under(event);
     if (at) choose(at.head, at.column);
   });
-  for (const id of ["heat", "curve"]) $(id).addEventListener("keydown", keyed);
+  for (const id of ["heat", "curve"]) $(id).addEventListener("keydown", (event) => keyed(event, choose));
 }
 
 /** Goes from head to head, layer to layer and step to step. */
-function keyed(event) {
+function keyed(event, choose) {
   const { columns } = shown();
   const [column, { layer }] = [chosenColumn(columns), heads[state.head]];
   const next = (where) => heads.findIndex((head) => head.layer === layer + where);

@@ -1,88 +1,19 @@
-// The start, the choice and the address that keeps it, and reading the file anew while a training runs.
+// The start: unpack, choose, draw.
 
-// --- the choice --------------------------------------------------------------------------------
+import { unpackText } from "../shared/codec.js";
+import { $, dark, el, showError, switches } from "../shared/dom.js";
+import { hideTip } from "../shared/tip.js";
+import { counted, whole } from "../shared/words.js";
+import { choose, drawAll, follow, showAlarm, showStatistic } from "./choice.js";
+import { connectCurve } from "./curve.js";
+import { connectHeat, shownHeads } from "./heat.js";
+import { keepReading } from "./reread.js";
+import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, everyAlarm, heads, prepareRuns, runs, state, statisticOf } from "./run.js";
+import { connectTables, drawAlarms } from "./tables.js";
 
-/** Keeps the choice in the address. */
-function remember() {
-  const { columns } = shown();
-  const found = new URLSearchParams({ statistic: state.statistic, head: headShort(heads[state.head]) });
-  if (state.step !== Infinity) found.set("step", String(columns[chosenColumn(columns)].first));
-  if (state.layer >= 0) found.set("layer", String(state.layer));
-  if (runs.length > 1) found.set("run", state.run === DIFFERENCE ? state.run : RUN_NAMES[state.run]);
-  if (state.scale) found.set("scale", state.scale);
-  if (data.reread && !$("follow").checked) found.set("follow", "no");
-  history.replaceState(history.state, "", `#${found}`);
-}
 
-/** Follows an address; of one that `remember` did not write, only what is there is taken. */
-function follow(hash) {
-  const found = new URLSearchParams(hash.slice(1));
-  if (!statisticOf(found.get("statistic"))) return;
-  Object.assign(state, { statistic: found.get("statistic"), step: Infinity, layer: -1, scale: "" });
-  const head = heads.findIndex((one) => headShort(one) === found.get("head"));
-  if (head >= 0) state.head = head;
-  if (/^\d+$/.test(found.get("step") ?? "")) state.step = Number(found.get("step"));
-  if (/^\d+$/.test(found.get("layer") ?? "") && data.layers[found.get("layer")]) state.layer = Number(found.get("layer"));
-  const run = found.get("run") === DIFFERENCE ? DIFFERENCE : String(RUN_NAMES.indexOf(found.get("run")));
-  if (run === DIFFERENCE ? canDiffer() : runs[run]) state.run = run;
-  if (["linear", "log"].includes(found.get("scale"))) state.scale = found.get("scale");
-  if (found.get("follow") === "no") $("follow").checked = false;
-}
 
-const canDiffer = () => runs.length > 1 && runs.both.columns.length > 0;
 
-/** Makes a head and a column the chosen ones. */
-function choose(head, column) {
-  const { columns } = shown();
-  state.head = head;
-  state.step = column === columns.length - 1 ? Infinity : columns[column].middle;
-  if (state.layer >= 0 && heads[head].layer !== state.layer) {
-    state.layer = heads[head].layer;
-    return drawAll();
-  }
-  drawChoice();
-  drawHead();
-  announce();
-}
-
-function showStatistic(key) {
-  state.statistic = key;
-  drawAll();
-}
-
-/** Tells listeners what is chosen. */
-function announce() {
-  const [{ columns, values }, statistic] = [shown(), statisticOf()];
-  const column = chosenColumn(columns);
-  $("said").textContent = `${headName(heads[state.head])}, ${stepText(columns[column])}: ${statistic.title} ${shownText(values[state.head * columns.length + column])}`;
-}
-
-// --- drawing -----------------------------------------------------------------------------------
-
-/** Draws what follows from the chosen head. */
-function drawHead() {
-  $("bar-head").textContent = headName(heads[state.head]);
-  $("head-title").textContent = headName(heads[state.head]);
-  $("head-module").textContent = heads[state.head].module || "the model itself";
-  drawCurve();
-  drawFigures();
-  drawHeadAlarms();
-  remember();
-}
-
-function drawAll() {
-  if (!$("heat").clientWidth) return;  // a window without a width
-  const statistic = statisticOf();
-  const on = { statistic: state.statistic, run: state.run, scale: scaleOf(statistic) };
-  for (const [name, value] of Object.entries(on)) {
-    for (const input of document.getElementsByName(name)) input.checked = input.value === value;
-  }
-  $("scale").hidden = !canLog(statistic);
-  $("layer").value = String(state.layer);
-  $("what").replaceChildren(el("b", {}, `${statistic.title}${state.run === DIFFERENCE ? ", B − A" : ""}. `), statistic.meaning);
-  drawHeat();
-  drawHead();
-}
 
 function drawSwitches() {
   switches($("statistics"), "statistic", data.statistics.map(({ key, short, title }) => [key, short, title]), state.statistic, showStatistic);
@@ -131,8 +62,9 @@ function beginning() {
 }
 
 function connect() {
-  connectHeat();
-  connectCurve();
+  connectHeat(choose);
+  connectCurve(choose);
+  connectTables(showStatistic, showAlarm);
   const turn = (by) => choose((state.head + by + heads.length) % heads.length, chosenColumn());
   $("previous-head").addEventListener("click", () => turn(-1));
   $("next-head").addEventListener("click", () => turn(1));
@@ -152,34 +84,6 @@ function connect() {
   });
 }
 
-// --- a training that goes on -------------------------------------------------------------------
-
-const LONGEST = 300;  // seconds between two readings of a file that does not change
-let touched = 0;      // when somebody last did something here
-
-/** Reads the file anew every so many seconds, unless somebody is busy with the page or has left it. */
-function keepReading() {
-  const { every, written: when } = data.reread;
-  const { when: before, wait: waited, scroll, focus } = history.state ?? {};
-  const wait = scroll !== undefined && before === when ? Math.min(2 * waited, LONGEST) : every;
-  history.replaceState({ when, wait }, "", location.hash);
-  if (scroll) scrollTo({ top: scroll });
-  if (focus) $(focus)?.focus({ preventScroll: true });
-  $("live").hidden = false;
-  $("live-what").textContent = `written ${new Date(when * 1000).toLocaleTimeString("en-GB")}, read anew every ${every} s`;
-  $("follow").addEventListener("change", remember);
-  for (const name of ["pointermove", "pointerdown", "keydown", "wheel", "touchmove"]) {
-    addEventListener(name, () => { touched = Date.now(); }, { passive: true });
-  }
-  const due = Date.now() + wait * 1000;
-  setInterval(() => {
-    const busy = Date.now() - touched < 3000 || document.hidden || String(getSelection());
-    if (Date.now() < due || busy || !$("follow").checked) return;
-    history.replaceState({ when, wait, scroll: scrollY, focus: document.activeElement?.id ?? "" }, "", location.hash);
-    location.reload();
-  }, 250);
-}
-
 async function start() {
   if (!("DecompressionStream" in window)) throw new Error("this browser is too old for the page; any of 2023 or later will do");
   await prepareRuns(JSON.parse(await unpackText("results")));
@@ -194,8 +98,4 @@ async function start() {
   document.documentElement.dataset.ready = "yes";
 }
 
-start().catch((error) => {
-  $("fault").hidden = false;
-  $("fault").textContent = `The page could not be drawn: ${error.message}`;
-  console.error(error);
-});
+start().catch(showError);

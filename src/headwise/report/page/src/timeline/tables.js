@@ -1,7 +1,16 @@
 // Figures of the chosen head at the chosen step, and alarms.
 
+import { $, el } from "../shared/dom.js";
+import { counted, headName, headShort, whole } from "../shared/words.js";
+import { alarmText } from "./marks.js";
+import { RUN_NAMES, chosenColumn, columnAt, data, difference, everyAlarm, heads, runs, shown, state } from "./run.js";
+import { errorText, signedText, stepText, written } from "./scale.js";
+
+
+
+
+
 const MOST_ALARMS = 200;
-const RUN_NAMES = ["A", "B"];
 
 /** A figure of the chosen head in a run at a step; NaN where it was not recorded there. */
 function figureAt(run, key, step, kind = "values") {
@@ -9,7 +18,7 @@ function figureAt(run, key, step, kind = "values") {
   return column < 0 ? NaN : run[kind].get(key)?.[state.head * run.columns.length + column];
 }
 
-function drawFigures() {
+export function drawFigures() {
   const { columns } = shown();
   const column = columns[chosenColumn(columns)];
   $("step-title").textContent = `At ${stepText(column)}`;
@@ -17,10 +26,6 @@ function drawFigures() {
   $("figures").tHead.rows[0].replaceChildren(el("th", { scope: "col", class: "words" }, "statistic"), ...names.map((name) => el("th", { scope: "col" }, name)));
   $("figures").tBodies[0].replaceChildren(...data.statistics.map((statistic) => {
     const button = el("button", { type: "button", class: "plain", "aria-pressed": String(statistic.key === state.statistic), title: statistic.title }, statistic.short);
-    button.addEventListener("click", () => {
-      showStatistic(statistic.key);
-      $("figures").querySelector("[aria-pressed=true]").focus();
-    });
     const cells = runs.length > 1 ? pairCells(statistic.key, column) : ownCells(statistic.key, column);
     return el("tr", { "data-key": statistic.key }, el("th", { scope: "row", class: "words" }, button), ...cells.map((text) => el("td", {}, text)));
   }));
@@ -41,8 +46,6 @@ function pairCells(key, column) {
 
 // --- alarms ------------------------------------------------------------------------------------
 
-const everyAlarm = () => runs.flatMap((run, number) => run.alarms.map((alarm) => ({ ...alarm, number })));
-
 /** Each rule that was broken: by how many heads, when first. */
 function drawRules(all) {
   const rules = new Map();
@@ -57,8 +60,10 @@ function drawRules(all) {
     el("li", {}, el("b", {}, name), `: ${counted(some.size, "head")}, first at step ${whole(first)}`)));
 }
 
-function drawAlarms() {
-  const all = everyAlarm().sort((a, b) => a.step - b.step);
+const alarmsInOrder = () => everyAlarm().sort((a, b) => a.step - b.step);
+
+export function drawAlarms() {
+  const all = alarmsInOrder();
   drawRules(all);
   $("alarms-box").hidden = !all.length;
   $("alarms-rest").textContent = all.length === 0 ? "No head broke a rule."
@@ -67,26 +72,28 @@ function drawAlarms() {
   $("alarms").tHead.rows[0].replaceChildren(...names.map((name) => el("th", { scope: "col", class: name === "rule" ? "words" : "" }, name)));
   $("alarms").tBodies[0].replaceChildren(...all.slice(0, MOST_ALARMS).map((alarm) => {
     const button = el("button", { type: "button", "aria-label": `Step ${whole(alarm.step)}, ${headName(heads[alarm.head])}` }, whole(alarm.step));
-    button.addEventListener("click", () => showAlarm(alarm));
     return el("tr", {}, el("th", { scope: "row" }, button), ...(runs.length > 1 ? [el("td", {}, RUN_NAMES[alarm.number])] : []),
       el("td", { title: heads[alarm.head].module }, headShort(heads[alarm.head])), el("td", {}, `${alarm.statistic} ${written(alarm.value)}`),
       el("td", { class: "words" }, alarm.rule));
   }));
 }
 
-/** Shows the head, the step and the statistic of an alarm. */
-function showAlarm({ step, head, statistic, number }) {
-  if (statisticOf(statistic)) state.statistic = statistic;
-  if (runs.length > 1 && state.run !== String(number)) state.run = String(number);
-  if (state.layer >= 0 && heads[head].layer !== state.layer) state.layer = -1;
-  [state.head, state.step] = [head, step];
-  drawAll();
-  announce();
-}
-
 /** The alarms of the chosen head. */
-function drawHeadAlarms() {
+export function drawHeadAlarms() {
   const mine = everyAlarm().filter(({ head }) => head === state.head).slice(0, 6);
   $("head-alarms").replaceChildren(...mine.map((alarm) =>
     el("li", {}, el("b", {}, `${runs.length > 1 ? `${RUN_NAMES[alarm.number]}, ` : ""}step ${whole(alarm.step)}`), `: ${alarmText(alarm)}`)));
+}
+
+/** Connects the buttons: `showStatistic` is called with a key, `showAlarm` with an alarm. */
+export function connectTables(showStatistic, showAlarm) {
+  $("figures").addEventListener("click", ({ target }) => {
+    if (!target.closest("button")) return;
+    showStatistic(target.closest("tr").dataset.key);
+    $("figures").querySelector("[aria-pressed=true]").focus();
+  });
+  $("alarms").addEventListener("click", ({ target }) => {
+    const row = target.closest("button")?.closest("tr");
+    if (row) showAlarm(alarmsInOrder()[row.sectionRowIndex]);
+  });
 }

@@ -1,0 +1,69 @@
+// The address that keeps what is chosen.
+
+import { headShort } from "../shared/words.js";
+import { data, runs, showData } from "./look.js";
+import { chosen, chosenStream, rowAt, sceneOf, shownViews, state, views } from "./state.js";
+
+
+
+
+
+/** What an address keeps beside view, head and token, where it is not as at the start: name → [read, write]. */
+const KEPT = {
+  run: [() => String(state.run), (value) => { if (runs[value]) showData(state.run = Number(value)); }],
+  on: [() => state.on, (value) => oneOf("on", value, ["text", "repeats"])],
+  direction: [() => state.direction, (value) => oneOf("direction", value, ["to", "from", "all"])],
+  scope: [() => state.scope, (value) => oneOf("scope", value, ["head", "layer"])],
+  statistic: [() => state.statistic, (value) => oneOf("statistic", value, ["label", ...data.column.keys()])],
+  scale: [() => state.scale, (value) => oneOf("scale", value, ["root", "linear", "row"])],
+  zoom: [() => zoomWords(), (value) => { state.ranges = zoomRanges(value); }],
+  label: [() => state.only, (value) => oneOf("only", value, data.labels)],
+  filter: [() => state.filter, (value) => { state.filter = value; }],
+};
+/** The same of all views, too: a view keeps what its `kept` says. */
+export const allKept = () => [KEPT, ...Object.values(views).map(({ kept = {} }) => kept)].flatMap(Object.entries);
+
+export const START = {};       // what an address leaves out, because the page begins with it
+
+/** What the map of a head is zoomed to, as `2_8_10_16`: the first and the last key, then query, in cells. */
+function zoomWords() {
+  if (!state.ranges) return "";
+  const { xaxis, yaxis: [last, first] } = state.ranges;
+  return [...xaxis, first, last].map((end) => +end.toFixed(2)).join("_");
+}
+
+function zoomRanges(text) {
+  const [left, right, first, last] = text.split("_").map(Number);
+  return left >= -0.5 && right > left && first >= -0.5 && last > first ? { xaxis: [left, right], yaxis: [last, first] } : undefined;
+}
+
+function oneOf(name, value, allowed) {
+  if (allowed.includes(value)) state[name] = value;
+}
+
+/** The address of a view of what is chosen. */
+export function address(view) {
+  const kept = new URLSearchParams();
+  for (const [name, [read]] of allKept()) if (read() !== START[name]) kept.set(name, read());
+  if (runs.length > 1) kept.set("of", runs.map(({ title }) => title).join(" → "));  // for who reads the link
+  return `#${view}/${headShort(chosen())}/${state.token}${kept.size ? `?${kept}` : ""}`;
+}
+
+const OLD_NAMES = { text: "head" };  // of views in addresses of earlier pages
+
+/** Follows an address such as `#head/3.5/12?scale=row`: view, head, token, and what else it keeps. */
+export function follow(hash) {
+  const [, named, layer, head, token, rest] = hash.match(/^#(\w+)(?:\/(\d+)\.(\d+))?(?:\/(\d+))?(?:\?(.*))?$/) ?? [];
+  const view = OLD_NAMES[named] ?? named;
+  const kept = new URLSearchParams(rest ?? "");
+  const before = [state.on, state.token].join();
+  if (layer !== undefined) for (const [name, [, write]] of allKept()) write(kept.get(name) ?? START[name]);
+  if (shownViews().some(([name]) => name === view)) state.view = view;
+  const index = rowAt(Number(layer), Number(head));
+  if (index >= 0) state.row = index;
+  if (token !== undefined) state.token = Number(token);
+  state.token = Math.min(state.token, chosenStream().tokens.length - 1);
+  const { rows, cols } = sceneOf(chosen());
+  if (state.ranges && (state.ranges.xaxis[1] > cols.cells || state.ranges.yaxis[0] > rows.cells)) state.ranges = undefined;
+  if (token !== undefined && [state.on, state.token].join() !== before) state.settled = true;
+}

@@ -1,0 +1,112 @@
+// The search of the bar, and its keys.
+
+import { $ } from "../shared/dom.js";
+import { hideTip } from "../shared/tip.js";
+import { whole } from "../shared/words.js";
+import { follow } from "./address.js";
+import { drawNav, showView } from "./bar.js";
+import { choose, chooseToken, redraw, remember, showRun } from "./choice.js";
+import { drawHeader } from "./header.js";
+import { data } from "./look.js";
+import { chosen, embedded, rowAt, sceneOf, state } from "./state.js";
+import { tokenName } from "./words.js";
+
+
+
+
+
+const searching = { text: "", found: [], at: -1 };
+
+/**
+ * Heads and tokens that a word names: `5.3`, `induction`, `it`.
+ * @returns {{ row?: number, token?: number, on?: string }[]}
+ */
+function searchWord(word) {
+  const [, layer, head] = word.match(/^(\d+)\.(\d+)$/) ?? [];
+  if (layer !== undefined && rowAt(Number(layer), Number(head)) >= 0) return [{ row: rowAt(Number(layer), Number(head)) }];
+  const rowsWith = (test) => [...data.rows.keys()].filter((row) => data.rows[row].labels.some(({ label }) => test(label)));
+  const low = word.toLowerCase();
+  const heads = data.labels.some((name) => name === low) ? rowsWith((name) => name === low) : [];
+  if (heads.length) return heads.map((row) => ({ row }));
+  const named = (on, test) => {
+    const { from } = sceneOf(chosen(), on);
+    return [...from.tokens.keys()].filter((index) => test(tokenName(from, index).replace(/^·+/, "").toLowerCase())).map((token) => ({ token, on }));
+  };
+  for (const test of [(name) => name === low, (name) => name.includes(low)]) {
+    for (const on of ["text", "repeats"]) {
+      const found = named(on, test);
+      if (found.length) return found;
+    }
+  }
+  return rowsWith((name) => name.startsWith(low)).map((row) => ({ row }));
+}
+
+/** Goes to what the search names; again, to the next of its kind. `5.3 it` names a head, then a token. */
+async function search() {
+  const text = $("search").value.trim();
+  if (!text) return;
+  const [first, ...rest] = text.split(/\s+/);
+  if (text !== searching.text || !searching.found.length) {
+    let found = searchWord(text);
+    const head = rest.length ? searchWord(first)[0]?.row : undefined;
+    if (!found.length && head !== undefined) {
+      await choose(head);
+      found = searchWord(rest.join(" "));
+    }
+    Object.assign(searching, { text, found, at: -1 });
+  }
+  const { found } = searching;
+  $("found-by-search").textContent = found.length ? "" : "not found";
+  if (!found.length) return;
+  searching.at = (searching.at + 1) % found.length;
+  $("found-by-search").textContent = found.length > 1 ? `${searching.at + 1} of ${found.length}` : "";
+  const { row, token, on } = found[searching.at];
+  if (row !== undefined) { await choose(row); return; }
+  if (!["heads", "head"].includes(state.view)) { state.view = "head"; showView(); }
+  if (sceneOf(chosen(), on) !== sceneOf(chosen())) Object.assign(state, { on, ranges: undefined });
+  await chooseToken(token, "to");
+}
+
+/** Says while a word is typed how many heads or tokens it names. */
+function sayFound() {
+  searching.text = "";
+  const text = $("search").value.trim();
+  const { length } = text ? searchWord(text) : [];
+  $("found-by-search").textContent = length ? `${whole(length)} found: Enter` : "";
+}
+
+/** Shows what an address names. */
+function goTo(hash) {
+  const before = data;
+  const up = scrollY > $("views").offsetTop;  // the bar stays in sight; what is under it begins at the top
+  follow(hash);
+  if (data !== before) { drawHeader(); drawNav(showRun); }
+  showView();
+  remember();
+  hideTip();
+  if (up) scrollTo({ top: $("views").offsetTop - $("bar").offsetHeight });
+  redraw();
+}
+
+export function connectBar() {
+  $("previous-head").addEventListener("click", () => choose((state.row || data.rows.length) - 1));
+  $("next-head").addEventListener("click", () => choose((state.row + 1) % data.rows.length));
+  $("search-form").addEventListener("submit", (event) => { event.preventDefault(); search(); });
+  $("search").addEventListener("input", sayFound);
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape") $("more").open = false;
+    if (event.key !== "/" || event.target.closest("input, select, textarea")) return;
+    event.preventDefault();
+    $("search").focus();
+  });
+  addEventListener("click", ({ target }) => { if (!target.closest("#more")) $("more").open = false; });
+  addEventListener("hashchange", () => goTo(location.hash));
+  if (embedded) {
+    addEventListener("click", (event) => {
+      const link = event.target.closest('a[href^="#"]');
+      if (!link) return;
+      event.preventDefault();
+      goTo(link.getAttribute("href"));
+    });
+  }
+}

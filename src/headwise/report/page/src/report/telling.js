@@ -1,0 +1,52 @@
+// Heads and tokens that are worth showing first.
+
+import { NONE, data } from "./look.js";
+import { isClear, isExample, visibleKeys } from "./sentence.js";
+import { strongest } from "./weights.js";
+
+
+
+
+
+/** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
+function surety({ score, threshold, sign = "≥" }) {
+  return sign === "≤" ? (threshold - score) / (threshold || 1) : (score - threshold) / Math.max(1e-9, 1 - threshold);
+}
+
+/** Of each label found, in the rules' order: `{ label, row, found }`, the surest head and how many have it. */
+export function bestExamples() {
+  return data.labels.filter((name) => name !== NONE).flatMap((name) => {
+    const of = (index) => data.rows[index].labels.find(({ label }) => label === name);
+    const rows = [...data.rows.keys()].filter(of).sort((a, b) => surety(of(b)) - surety(of(a)) || a - b);
+    return rows.length ? [{ name, rows, label: of(rows[0]) }] : [];
+  });
+}
+
+/** The head to begin with: of the first rule that names one well past its threshold; else the surest of all. */
+export function tellingHead() {
+  const best = bestExamples().map(({ rows, label }) => ({ row: rows[0], sure: surety(label) }));
+  const clear = best.find(({ sure }) => sure >= 0.5);
+  return (clear ?? best.sort((a, b) => b.sure - a.sure)[0])?.row ?? 0;
+}
+
+/**
+ * A query worth showing first: one with a clear weight on a key that its head's first label names, of letters if it can be.
+ * @param {Row} row
+ * @param {HeadRows} rows
+ */
+export function tellingToken(row, rows) {
+  const { layer } = rows;
+  const count = layer.from.tokens.length;
+  let [best, most] = [count - 1, 0];
+  for (let query = Math.min(count - 1, 1); query < count; query++) {
+    const [key, value] = strongest(rows, query)[0] ?? [0, 0];
+    if (layer.from.special.includes(query)) continue;
+    const named = row.labels.findIndex((label) => isExample(label, layer, query, key));
+    const both = [layer.from.tokens[query], layer.to.tokens[key]];
+    const letters = both.every((token) => /\p{L}/u.test(token)) ? (both.every((token) => /\p{L}{3}/u.test(token)) ? 2.6 : 2) : 1;
+    const worth = value * (named >= 0 ? 8 / 4 ** named : key === 0 || key === query ? 0.3 : 1) * letters * (query >= count / 4 ? 1.2 : 1)
+      * (isClear(value, visibleKeys(layer, query)) ? 1 : 0.1);
+    if (worth > most) [best, most] = [query, worth];
+  }
+  return best;
+}

@@ -1,0 +1,100 @@
+// Choosing: a head and a step, a statistic, an alarm; then what follows from it is drawn anew.
+
+import { $, check, el } from "../shared/dom.js";
+import { headName, headShort } from "../shared/words.js";
+import { drawCurve } from "./curve.js";
+import { drawChoice, drawHeat } from "./heat.js";
+import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, heads, runs, shown, state, statisticOf } from "./run.js";
+import { canLog, scaleOf, shownText, stepText } from "./scale.js";
+import { drawFigures, drawHeadAlarms } from "./tables.js";
+
+
+
+
+
+/** Keeps the choice in the address. */
+export function remember() {
+  const { columns } = shown();
+  const found = new URLSearchParams({ statistic: state.statistic, head: headShort(heads[state.head]) });
+  if (state.step !== Infinity) found.set("step", String(columns[chosenColumn(columns)].first));
+  if (state.layer >= 0) found.set("layer", String(state.layer));
+  if (runs.length > 1) found.set("run", state.run === DIFFERENCE ? state.run : RUN_NAMES[state.run]);
+  if (state.scale) found.set("scale", state.scale);
+  if (data.reread && !$("follow").checked) found.set("follow", "no");
+  history.replaceState(history.state, "", `#${found}`);
+}
+
+/** Follows an address; of one that `remember` did not write, only what is there is taken. */
+export function follow(hash) {
+  const found = new URLSearchParams(hash.slice(1));
+  if (!statisticOf(found.get("statistic"))) return;
+  Object.assign(state, { statistic: found.get("statistic"), step: Infinity, layer: -1, scale: "" });
+  const head = heads.findIndex((one) => headShort(one) === found.get("head"));
+  if (head >= 0) state.head = head;
+  if (/^\d+$/.test(found.get("step") ?? "")) state.step = Number(found.get("step"));
+  if (/^\d+$/.test(found.get("layer") ?? "") && data.layers[found.get("layer")]) state.layer = Number(found.get("layer"));
+  const run = found.get("run") === DIFFERENCE ? DIFFERENCE : String(RUN_NAMES.indexOf(found.get("run")));
+  if (run === DIFFERENCE ? canDiffer() : runs[run]) state.run = run;
+  if (["linear", "log"].includes(found.get("scale"))) state.scale = found.get("scale");
+  if (found.get("follow") === "no") $("follow").checked = false;
+}
+
+/** Makes a head and a column the chosen ones. */
+export function choose(head, column) {
+  const { columns } = shown();
+  state.head = head;
+  state.step = column === columns.length - 1 ? Infinity : columns[column].middle;
+  if (state.layer >= 0 && heads[head].layer !== state.layer) {
+    state.layer = heads[head].layer;
+    drawAll();
+    return;
+  }
+  drawChoice();
+  drawHead();
+  announce();
+}
+
+export function showStatistic(key) {
+  state.statistic = key;
+  drawAll();
+}
+
+/** Tells listeners what is chosen. */
+function announce() {
+  const [{ columns, values }, statistic] = [shown(), statisticOf()];
+  const column = chosenColumn(columns);
+  $("said").textContent = `${headName(heads[state.head])}, ${stepText(columns[column])}: ${statistic.title} ${shownText(values[state.head * columns.length + column])}`;
+}
+
+/** Draws what follows from the chosen head. */
+function drawHead() {
+  $("bar-head").textContent = headName(heads[state.head]);
+  $("head-title").textContent = headName(heads[state.head]);
+  $("head-module").textContent = heads[state.head].module || "the model itself";
+  drawCurve();
+  drawFigures();
+  drawHeadAlarms();
+  remember();
+}
+
+export function drawAll() {
+  if (!$("heat").clientWidth) return;  // a window without a width
+  const statistic = statisticOf();
+  const on = { statistic: state.statistic, run: state.run, scale: scaleOf(statistic) };
+  for (const [name, value] of Object.entries(on)) check(name, value);
+  $("scale").hidden = !canLog(statistic);
+  $("layer").value = String(state.layer);
+  $("what").replaceChildren(el("b", {}, `${statistic.title}${state.run === DIFFERENCE ? ", B − A" : ""}. `), statistic.meaning);
+  drawHeat();
+  drawHead();
+}
+
+/** Shows the head, the step and the statistic of an alarm. */
+export function showAlarm({ step, head, statistic, number }) {
+  if (statisticOf(statistic)) state.statistic = statistic;
+  if (runs.length > 1 && state.run !== String(number)) state.run = String(number);
+  if (state.layer >= 0 && heads[head].layer !== state.layer) state.layer = -1;
+  [state.head, state.step] = [head, step];
+  drawAll();
+  announce();
+}

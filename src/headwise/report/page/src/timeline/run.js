@@ -1,0 +1,117 @@
+// The runs that are shown, what is chosen of them, and values of heads over columns: of A, of B, of B − A.
+
+import { numbers } from "../shared/codec.js";
+
+
+
+
+
+export const DIFFERENCE = "difference";
+export const state = { statistic: "", head: 0, step: Infinity, layer: -1, run: "0", scale: "" };
+/** @type {Run[] & { both?: { columns: Steps[], pairs: number[][], values: Map<string, Float32Array> } }} */
+export let runs = [];   // one run, or A and B; `runs.both` has what they share
+/** @type {any} */
+export let data;        // the results, with `statistics`, `layers` and how they are written
+/** @type {{ layer: number, head: number, module: string }[]} */
+export let heads = [];  // { layer, head, module }, in the order of all arrays
+
+/** Unpacks the figures of all runs, and adds what charts need. */
+export async function prepareRuns(found) {
+  data = found;
+  runs = data.runs;
+  heads = data.layers.flatMap(([module, count], layer) => Array.from({ length: count }, (_, head) => ({ layer, head, module })));
+  for (const run of runs) {
+    for (const kind of ["values", "errors"]) {
+      const unpacked = new Map();
+      for (const [key, grid] of Object.entries(run[kind])) unpacked.set(key, (await numbers(grid)).values);
+      run[kind] = unpacked;
+    }
+    run.columns = columnsOf(run.first, run.last, run.count);
+    run.alarms = alarmsOf(/** @type {any} */ (run.alarms));
+  }
+  if (runs.length === 2) runs.both = bothColumns(...runs.map(({ columns }) => columns));
+}
+
+/**
+ * Alarms from lists of their steps, heads, …
+ * @returns {Alarm[]}
+ */
+const alarmsOf = (lists) => lists.step.map((_, place) => Object.fromEntries(Object.entries(lists).map(([key, all]) => [key, all[place]])));
+
+/** Columns with the steps that they stand for and their edges on the axis of steps. */
+function columnsOf(first, last, count) {
+  const middle = first.map((step, place) => (step + last[place]) / 2);
+  const gaps = middle.slice(1).map((step, place) => step - middle[place]).sort((a, b) => a - b);
+  const usual = gaps.length ? gaps[gaps.length >> 1] : 1;  // over wider gaps than usual nothing is drawn
+  const half = (place, side) => Math.min(Math.abs((middle[place + side] ?? middle[place] + usual) - middle[place]) / 2, usual);
+  return first.map((step, place) => ({
+    first: step, last: last[place], count: count[place], middle: middle[place],
+    from: Math.max(0, middle[place] - half(place, -1)), to: middle[place] + half(place, 1),
+  }));
+}
+
+/** The columns that A and B share, each with its place in both. */
+function bothColumns(a, b) {
+  const name = ({ first, last, count }) => `${first} ${last} ${count}`;
+  const place = new Map(b.map((column, index) => [name(column), index]));
+  const pairs = a.map((column, index) => [index, place.get(name(column))]).filter(([, other]) => other !== undefined);
+  const columns = columnsOf(...["first", "last", "count"].map((key) => pairs.map(([index]) => a[index][key])));
+  return { columns, pairs, values: new Map() };
+}
+
+export const isShare = (statistic) => statistic.unit === "share";
+/** @returns {Statistic | undefined} */
+export const statisticOf = (key = state.statistic) => data.statistics.find((one) => one.key === key);
+
+/** What is shown of a statistic: columns, and the figures `[heads × columns]`. */
+export function shown(key = state.statistic) {
+  if (state.run !== DIFFERENCE) return { columns: runs[state.run].columns, values: runs[state.run].values.get(key) };
+  const { columns, pairs, values } = runs.both;
+  if (!values.has(key)) {
+    const [a, b] = runs.map((run) => run.values.get(key));
+    const [wide, wideB] = runs.map((run) => run.columns.length);
+    const change = new Float32Array(heads.length * pairs.length);
+    heads.forEach((_, head) => pairs.forEach(([x, y], place) => {
+      change[head * pairs.length + place] = difference(a[head * wide + x], b[head * wideB + y]);
+    }));
+    values.set(key, change);
+  }
+  return { columns, values: values.get(key) };
+}
+
+/** B less A; not finite where one is not, NaN where one is missing. */
+export const difference = (a, b) => (Number.isNaN(a) || Number.isNaN(b) ? NaN : Number.isFinite(a) && Number.isFinite(b) ? b - a : Infinity);
+
+/**
+ * The column that a step lies in, or −1.
+ * @param {Steps[]} columns
+ * @param {number} step
+ */
+export const columnAt = (columns, step) => columns.findIndex(({ from, to, first, last }) => (step >= from && step < to) || (step >= first && step <= last));
+
+/**
+ * The column nearest to a step.
+ * @param {Steps[]} columns
+ * @param {number} step
+ */
+export function nearest(columns, step) {
+  let best = 0;
+  columns.forEach(({ middle }, place) => { if (Math.abs(middle - step) < Math.abs(columns[best].middle - step)) best = place; });
+  return best;
+}
+
+/** The column that is chosen of those shown. */
+export const chosenColumn = (columns = shown().columns) => (state.step === Infinity ? columns.length - 1 : nearest(columns, state.step));
+
+/** The first and the last step on the axes, of all runs. */
+export function reach() {
+  const ends = runs.flatMap(({ columns }) => [columns[0].from, columns.at(-1).to]);
+  return [Math.min(...ends), Math.max(...ends)];
+}
+
+export const RUN_NAMES = ["A", "B"];
+export const everyAlarm = () => runs.flatMap((run, number) => run.alarms.map((alarm) => ({ ...alarm, number })));
+export const canDiffer = () => runs.length > 1 && runs.both.columns.length > 0;
+
+/** The alarms that are shown: of a run, or of both where their difference is. */
+export const shownAlarms = () => (state.run === DIFFERENCE ? runs : [runs[state.run]]).flatMap(({ alarms }) => alarms);
