@@ -25,7 +25,7 @@ def before() -> Look:
 
 
 def after() -> Look:
-    """Head 1.2 loses induction; the entropy of layer 0 rises by 0.5, 1.0 and 1.5, that of head 1.0
+    """Head L1H2 loses induction; the entropy of layer 0 rises by 0.5, 1.0 and 1.5, that of head 1.0
     by less than is shown of it."""
     look = before()
     rows = []
@@ -59,15 +59,15 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 def test_the_first_words_say_what_changed_most(tab: Tab) -> None:
     lines = [" ".join(line.split()) for line in tab.texts("#changes li")]
-    assert lines[0] == "1.2 lost induction : induction, on random repeats 0.83 → 0.21".replace(
+    assert lines[0] == "L1H2 lost induction : induction, on random repeats 0.83 → 0.21".replace(
         " :", ":"
     )
     rows = before().rows
     entropies = [f"{row['entropy']:.2f} → {row['entropy'] + 1.5:.2f} nats" for row in rows[:3]]
-    assert lines[1] == f"0.2 entropy rose, {entropies[2]}"
-    assert lines[4:] == ["1.0 entropy rose by 0.00040 nats"]  # and head 1.1 did not change
+    assert lines[1] == f"L0H2 entropy rose, {entropies[2]}"
+    assert lines[4:] == ["L1H0 entropy rose by 0.00040 nats"]  # and head 1.1 did not change
     assert tab.text("#changed") == "1 label changed. The largest changes:"
-    assert tab.text("#bar-head") == "1.2"  # the page begins with it
+    assert tab.text("#bar-head") == "L1H2"  # the page begins with it
 
 
 def test_the_strip_has_each_layers_mean_change(tab: Tab) -> None:
@@ -88,7 +88,7 @@ def test_one_click_lists_a_layers_heads_in_pairs(tab: Tab) -> None:
     keys = [column["key"] for column in before().columns]
     tab.click_cell("strip", keys.index("entropy"), 0, len(keys), 2, tip="Layer 0")
     assert tab.text("#difference-title") == "Entropy: the heads of layer 0"
-    assert tab.texts("#difference-table th button") == ["0.2", "0.1", "0.0"]
+    assert tab.texts("#difference-table th button") == ["L0H2", "L0H1", "L0H0"]
     assert tab.texts("#difference-table td b") == ["+1.50", "+1.00", "+0.50"]
     kept = parse_qs(tab.page.url.split("?")[1])
     assert (kept["change"], kept["layer"]) == (["entropy"], ["0"])
@@ -102,7 +102,7 @@ def test_one_click_lists_a_layers_heads_in_pairs(tab: Tab) -> None:
 
 
 def test_both_texts_share_one_cursor(tab: Tab) -> None:
-    tab.page.goto(f"{tab.address}#compare/1.2/3")
+    tab.page.goto(f"{tab.address}#compare/L1H2/3")
     tab.drawn()
     tab.page.locator("#both-told-1 button[data-token='7']").hover()
     tab.page.locator("#both-told-0 [aria-pressed=true][data-token='7']").wait_for()

@@ -238,7 +238,7 @@ def test_the_most_notable_heads_come_first() -> None:
     assert len(scores) > 1
     lines = notable(seen).splitlines()
     assert len(lines) == 1 + len({*labels} - {None})
-    assert lines[1].split()[0] == f"{first[0]['layer']}.{first[0]['head']}"
+    assert lines[1].split()[0] == f"L{first[0]['layer']}H{first[0]['head']}"
     assert f"({scores[0]:.2f}" in lines[1]
     assert table(seen, top=5)[0].row_count == 5
     assert table(seen)[0].row_count == 12

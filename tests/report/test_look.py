@@ -383,7 +383,7 @@ def test_the_table_shows_every_figure_and_says_what_a_narrow_one_leaves_out(
         text = _printed(narrow, width)
         assert max(map(len, text.splitlines())) <= width
         for row in seen.rows:
-            assert f"{row['layer']}.{row['head']} {first_label(row)}" in text
+            assert f"L{row['layer']}H{row['head']} {first_label(row)}" in text
             assert f"{row['entropy']:.2f}" in text
     text = _printed(wide, 160)
     assert f"{100 * seen.rows[0]['same_token_coverage']:.0f}%" in text
@@ -479,7 +479,7 @@ def test_the_command_prints_a_table_and_writes_the_page(
     assert "Only the first 23 of the text's" in out
     assert out.rstrip().endswith(f"page: {page}")
     for row in look(*load(folder), TEXT).rows:
-        assert f"{row['layer']}.{row['head']} {first_label(row)}" in out
+        assert f"L{row['layer']}H{row['head']} {first_label(row)}" in out
     html = page.read_text("utf-8")
     assert str(tmp_path) not in html
     assert str(folder) not in html

@@ -656,7 +656,7 @@ def test_the_command_takes_every_folder(
     seen = look(*load_folder(folders[name]), read(folders[name]))
     assert out.startswith(f"{name} on {Path(what[1]).name}: ")
     for row in seen.rows:
-        assert f"{row['layer']}.{row['head']} " in out
+        assert f"L{row['layer']}H{row['head']} " in out
         assert f" {row['entropy']:.2f} " in out
     kept = load(saved)
     assert kept.rows == seen.rows

@@ -98,7 +98,7 @@ def test_the_page_works_in_a_notebooks_frame(tmp_path: Path) -> None:
         frame.locator("#nav a[data-view=table]").click()
         frame.locator("#table tbody tr").nth(5).wait_for()
         frame.locator("#table tbody button").nth(4).click()
-        frame.locator("#bar-head", has_text="1.1").click()
-        assert frame.locator("#head-title", has_text="Layer 1, head 1").is_visible()
+        frame.locator("#bar-head", has_text="L1H1").click()
+        assert frame.locator("#head-title", has_text="L1H1").is_visible()
         assert page.url == file.as_uri()
     assert said == []

@@ -225,7 +225,7 @@ def choose(tab: Tab, seen: Look, index: int) -> None:
     tab.show("table")
     tab.click(f"#table tbody tr[data-row='{index}'] button")
     row = seen.rows[index]
-    assert tab.text("#bar-head") == f"{row['layer']}.{row['head']}"
+    assert tab.text("#bar-head") == f"L{row['layer']}H{row['head']}"
 
 
 @pytest.mark.browser
@@ -288,40 +288,40 @@ def test_a_head_is_chosen_by_row_button_key_click_and_address(tab: Tab, seen: Lo
     page = tab.page
     choose(tab, seen, 0)
     tab.click("#next-head")
-    assert tab.text("#bar-head") == "0.1"
+    assert tab.text("#bar-head") == "L0H1"
     tab.click("#previous-head")
     tab.click("#previous-head")
     assert tab.text("#bar-head") == f"{LAYERS - 1}.{HEADS - 1}"
     tab.show("heads")
     page.locator("#heads").focus()
     tab.press("ArrowUp")
-    assert tab.text("#glance-title") == f"Layer {LAYERS - 2}, head {HEADS - 1}"
+    assert tab.text("#glance-title") == f"L{LAYERS - 2}H{HEADS - 1}"
     tab.press("ArrowRight", "ArrowUp")  # the edges hold
     assert tab.text("#bar-head") == f"0.{HEADS - 1}"
     tab.press("ArrowLeft", "ArrowDown")
     assert tab.text("#bar-head") == f"1.{HEADS - 2}"
-    tab.click_cell("heads", 0, 1, HEADS, LAYERS, tip="Layer 1, head 0", where="#glance-title")
-    assert tab.text("#bar-head") == "1.0"
+    tab.click_cell("heads", 0, 1, HEADS, LAYERS, tip="L1H0", where="#glance-title")
+    assert tab.text("#bar-head") == "L1H0"
     tab.click("#glance-open")
     page.locator("#view-head").wait_for()
-    assert page.url.split("#")[1].startswith("head/1.0/")
+    assert page.url.split("#")[1].startswith("head/L1H0/")
     tab.click("#nav a[data-view=table]")
     page.locator("#view-table").wait_for()
     page.go_back()
     page.locator("#view-head").wait_for()
-    page.goto(f"{tab.address}#head/0.2/7")
+    page.goto(f"{tab.address}#head/L0H2/7")
     tab.drawn()
-    page.locator("#head-title", has_text="Layer 0, head 2").wait_for()
+    page.locator("#head-title", has_text="L0H2").wait_for()
     assert "at 7 looks at" in tab.text("#strongest-title")
     page.goto(f"{tab.address}#text/0.2/8")  # a link of an earlier page
     tab.drawn()
     assert "at 8 looks at" in tab.text("#strongest-title")
     page.reload()
     page.wait_for_selector("html[data-ready=yes]")
-    assert tab.text("#head-title") == "Layer 0, head 2"
+    assert tab.text("#head-title") == "L0H2"
     page.goto(f"{tab.address}#nonsense/9.9/999")
     page.wait_for_timeout(50)
-    assert tab.text("#head-title") == "Layer 0, head 2"
+    assert tab.text("#head-title") == "L0H2"
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def test_a_head_shows_its_own_map_and_figures(tab: Tab, seen: Look) -> None:
         choose(tab, seen, index)
         tab.show("head")
         row, (layer, head) = seen.rows[index], head_of(seen, index)
-        assert tab.text("#head-title") == f"Layer {row['layer']}, head {row['head']}"
+        assert tab.text("#head-title") == f"L{row['layer']}H{row['head']}"
         labels = tab.texts("#head-labels b")
         assert labels == ([one["label"] for one in row["labels"]] or [NONE])
         tab.click("#scales label", 1)
@@ -670,13 +670,13 @@ def test_all_maps_are_one_picture(tab: Tab, seen: Look) -> None:
         lower = np.tri(TOKENS, dtype=bool)
         np.testing.assert_allclose(tile[lower], expected[lower], atol=0.003)
         assert np.isnan(tile[~lower]).all()
-    tab.click_cell("mosaic", 1, 1, HEADS, LAYERS, tip="Layer 1, head 1")
-    assert tab.text("#mosaic-head").startswith("Layer 1, head 1: ")
+    tab.click_cell("mosaic", 1, 1, HEADS, LAYERS, tip="L1H1")
+    assert tab.text("#mosaic-head").startswith("L1H1: ")
     tab.click("#mosaic-orders label", 1)
     labels = [*[rule["label"] for rule in seen.rules], HOSTILE[0], NONE]
     order = sorted(range(6), key=lambda row: (labels.index(first_label(seen.rows[row])), row))
     row = seen.rows[order[0]]
-    tip = f"Layer {row['layer']}, head {row['head']}"
+    tip = f"L{row['layer']}H{row['head']}"
     tab.click_cell("mosaic", 0, 0, HEADS, LAYERS, tip=tip)
     assert tab.text("#mosaic-head").startswith(tip)
     tab.click("#mosaic-orders label", 0)
@@ -701,12 +701,12 @@ def test_likeness_is_the_looks_own_in_every_order(tab: Tab, seen: Look) -> None:
         )
     others = [row for row in np.argsort(-seen.similarity[3]) if row != 3]
     shown = tab.texts("#alike button")
-    assert shown == [f"{seen.rows[row]['layer']}.{seen.rows[row]['head']}" for row in others]
+    assert shown == [f"L{seen.rows[row]['layer']}H{seen.rows[row]['head']}" for row in others]
     tab.click("#likeness-orders label", 0)
     tab.click("#alike button", 0)
     assert tab.text("#bar-head") == shown[0]
-    tab.click_cell("likeness", 1, 4, 6, 6, tip=re.compile("^Layer 1, head 1"))
-    assert tab.text("#bar-head") == "1.1"
+    tab.click_cell("likeness", 1, 4, 6, 6, tip=re.compile("^L1H1"))
+    assert tab.text("#bar-head") == "L1H1"
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -727,7 +727,7 @@ def test_the_scatter_shows_any_two_figures(tab: Tab, seen: Look) -> None:
         expected = np.corrcoef(ranks(across), ranks(up))[0, 1]
         assert tab.text("#scatter-what") == f"6 heads, rank correlation {expected:.2f} (Spearman)."
         best = seen.rows[int(np.argmax(up))]
-        assert tab.texts("#highest button")[0] == f"{best['layer']}.{best['head']}"
+        assert tab.texts("#highest button")[0] == f"L{best['layer']}H{best['head']}"
     tab.click("#highest button", 1)
     sizes = [point["size"] for point in tab.plotted("scatter", "points")]
     assert sizes.index(max(sizes)) == int(np.argsort(up)[-2])

@@ -57,7 +57,7 @@ def test_layers_of_different_widths_share_one_map_of_heads(translator: Tab) -> N
     choose(translator, 1, 3)
     translator.page.locator("#heads").focus()
     translator.press("ArrowDown")  # the layer below has three heads only
-    assert translator.text("#bar-head") == "2.2"
+    assert translator.text("#bar-head") == "L2H2"
     translator.check()
 
 
@@ -241,7 +241,7 @@ def test_a_thousand_heads_are_small_and_drawn_view_by_view(browser: Any, tmp_pat
     tab.show("mosaic")
     cells = "(({ width, height }) => width * height)(document.querySelector('#mosaic canvas'))"
     assert 500_000 < tab.page.evaluate(cells) < 1_300_000
-    tab.click_cell("mosaic", 30, 2, 32, 32, tip="Layer 2, head 30")
+    tab.click_cell("mosaic", 30, 2, 32, 32, tip="L2H30")
     assert tab.text("#bar-head") == "2.30"
     tab.close()
 
@@ -251,7 +251,7 @@ def test_a_single_head_is_a_page_too(browser: Any, tmp_path: Path) -> None:
     for view in ("table", "head", "mosaic", "likeness", "scatter", "about"):
         tab.show(view)
         tab.click("#next-head")
-        assert tab.text("#bar-head") == "0.0"
+        assert tab.text("#bar-head") == "L0H0"
     tab.close()
 
 
@@ -321,7 +321,7 @@ def test_every_view_shows_either_run(compared: Tab) -> None:
     compared.click("#run label", 1)
     assert len(compared.plotted("heads")) == 1
     assert compared.text("#model") == "after"
-    assert compared.text("#bar-head") == "0.1"
+    assert compared.text("#bar-head") == "L0H1"
     compared.show("table")
     assert compared.page.locator("#table tbody tr").count() == 3
     compared.show("about")
@@ -398,7 +398,7 @@ def test_a_phone_shows_every_view_without_scrolling_sideways(
     area.scroll_into_view_if_needed()
     box = area.bounding_box()
     tab.page.touchscreen.tap(box["x"] + 5, box["y"] + 5)
-    tab.page.locator("#glance-title", has_text="Layer 0, head 0").wait_for()
+    tab.page.locator("#glance-title", has_text="L0H0").wait_for()
     tab.page.locator("#nav a[data-view=head]").tap()
     tab.page.locator("#streams button[data-token='9']").first.tap()
     tab.drawn()

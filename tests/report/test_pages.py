@@ -149,7 +149,7 @@ def test_pictures_show_what_the_heads_do_now() -> None:
 
 
 def test_shades_follow_the_figures() -> None:
-    """Head 0.2 looks at the token before; the first query has none, and its entropy is 0."""
+    """Head L0H2 looks at the token before; the first query has none, and its entropy is 0."""
     found = pictures.read()
     names = [name for layer in found["layers"] for name in layer]
     previous = found["shades"]["previous"]["rows"][names.index("0.2")]

@@ -135,7 +135,7 @@ class Page:
         """What the page says of a head at every token of every piece."""
         layer = self.look.layers[row["layer"]]
         pieces = ["text"] if layer.repeat is None else ["text", "repeats"]
-        head = f"{row['layer']}.{row['head']}"
+        head = f"L{row['layer']}H{row['head']}"
         found = self.tab.page.evaluate(SAYS, [head, pieces])
         return [
             one | {key: tidy(one[key]) for key in ("labels", "proof", "sentence")} for one in found
@@ -275,10 +275,10 @@ def test_every_sentence_is_true_of_its_weights_and_agrees_with_the_labels(page: 
     for row in page.look.rows:
         for said in page.says(row):
             query, sentence = Query(page.look, row, said["on"], said["token"]), said["sentence"]
-            where = f"{page.name} {row['layer']}.{row['head']}, {said['on']}, {sentence}"
+            where = f"{page.name} L{row['layer']}H{row['head']}, {said['on']}, {sentence}"
             assert not NO_VALUE.search(" ".join(map(str, said.values()))), where
             check_labels(row, said["labels"], said["proof"])
-            assert sentence.startswith(f"Head {row['layer']}.{row['head']} at "), where
+            assert sentence.startswith(f"Head L{row['layer']}H{row['head']} at "), where
             share = query.weights.max()
             clear = query.visible >= 8 and share >= 3 / query.visible
             pattern = pattern_of(sentence)
@@ -306,7 +306,7 @@ def test_every_sentence_is_true_of_its_weights_and_agrees_with_the_labels(page: 
 
 def test_no_view_says_nan_or_that_an_encoder_looks_back(page: Page) -> None:
     tab = page.tab
-    tab.page.goto(f"{tab.address}#heads/0.0/1")
+    tab.page.goto(f"{tab.address}#heads/L0H0/1")
     tab.page.reload()
     tab.page.wait_for_selector("html[data-ready=yes]")
     tab.page.evaluate("document.querySelector('.words').open = true")
@@ -314,7 +314,7 @@ def test_no_view_says_nan_or_that_an_encoder_looks_back(page: Page) -> None:
     assert len(views) >= 7
     for view in views:
         for row in page.look.rows[:3] if view == "head" else page.look.rows[:1]:
-            tab.page.goto(f"{tab.address}#{view}/{row['layer']}.{row['head']}/2")
+            tab.page.goto(f"{tab.address}#{view}/L{row['layer']}H{row['head']}/2")
             tab.drawn()
             labels = tab.page.locator("[aria-label]").evaluate_all(
                 "(all) => all.map((one) => one.getAttribute('aria-label')).join(' ')"

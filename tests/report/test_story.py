@@ -81,7 +81,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 
 @pytest.fixture
 def tab(opened: Tab) -> Iterator[Tab]:
-    opened.page.goto(f"{opened.address}#heads/0.0/8")
+    opened.page.goto(f"{opened.address}#heads/L0H0/8")
     opened.drawn()
     opened.page.mouse.move(2, 2)
     yield opened
@@ -95,7 +95,7 @@ def sentence(tab: Tab) -> str:
 def test_the_page_opens_on_the_surest_head_and_tells_its_story(browser: Any, tab: Tab) -> None:
     fresh = Tab(browser, Path(tab.address.removeprefix("file://")))
     assert re.fullmatch(
-        r"Head 0\.0 at r\d attends to the token after its previous occurrence: r\d "
+        r"Head L0H0 at r\d attends to the token after its previous occurrence: r\d "
         r"\(90%\), then to r0 \(10%\)\.",
         sentence(fresh),
     )
@@ -103,7 +103,7 @@ def test_the_page_opens_on_the_surest_head_and_tells_its_story(browser: Any, tab
     aside = fresh.page.locator("#aside", has_text="On the text")
     aside.wait_for()
     assert aside.inner_text().replace("\u202f", "") == (
-        "On the text: Head 0.0 at the attends to the token after its previous occurrence: "
+        "On the text: Head L0H0 at the attends to the token after its previous occurrence: "
         "cat (90%), then to so (10%)."
     )
     assert [text.split() for text in fresh.texts("#legend button")] == [
@@ -187,29 +187,29 @@ def test_arcs_go_between_the_lines_and_beside_them(browser: Any, tmp_path: Path)
 def test_pointing_at_a_token_or_a_head_tells_without_a_click(tab: Tab) -> None:
     tab.page.locator("#story-text button[data-token='9']").hover()
     tab.page.locator("#sentence", has_text="75").wait_for()
-    assert sentence(tab).startswith("Head 0.0 at cat attends to the token after its previous occ")
+    assert sentence(tab).startswith("Head L0H0 at cat attends to the token after its previous occ")
     tab.move("heads", 1, 0, 3, 1)
-    tab.page.locator("#sentence", has_text="Head 0.1").wait_for()
-    assert sentence(tab) == "Head 0.1 at the attends to the previous token: , (100%)."
+    tab.page.locator("#sentence", has_text="Head L0H1").wait_for()
+    assert sentence(tab) == "Head L0H1 at the attends to the previous token: , (100%)."
     tab.page.mouse.move(2, 2, steps=3)
-    tab.page.locator("#sentence", has_text="Head 0.0 at the").wait_for()
-    assert tab.page.url.endswith("#heads/0.0/8")  # nothing was chosen
+    tab.page.locator("#sentence", has_text="Head L0H0 at the").wait_for()
+    assert tab.page.url.endswith("#heads/L0H0/8")  # nothing was chosen
 
 
 def test_arrow_keys_go_from_token_to_token_and_from_head_to_head(tab: Tab) -> None:
     tab.page.locator("#story-text [aria-pressed=true]").focus()
     tab.press("ArrowRight")
-    assert sentence(tab).startswith("Head 0.0 at cat ")
+    assert sentence(tab).startswith("Head L0H0 at cat ")
     tab.press("End")
     assert re.fullmatch(
-        r"Head 0\.0 at on attends here to the first token: so \(100%\)\. "
+        r"Head L0H0 at on attends here to the first token: so \(100%\)\. "
         r"On average over queries: \d+%\.",  # for its label is another
         sentence(tab),
     )
     tab.page.locator("#heads").focus()
     tab.press("ArrowRight", "ArrowRight")
     assert re.fullmatch(
-        r"Head 0\.2 at on puts its largest weight on \S+ \(8%\), .+, then on \S+ \(8%\)\. "
+        r"Head L0H2 at on puts its largest weight on \S+ \(8%\), .+, then on \S+ \(8%\)\. "
         r"Uniform attention would put 8% on each of its 12 keys\.",
         sentence(tab),
     )
@@ -255,9 +255,9 @@ def test_cards_show_the_best_head_of_each_label(tab: Tab) -> None:
     assert tab.plotted("card-1", "guides") == [[0, 1, 10, 11]]
     cards.nth(1).locator("button").first.click()
     tab.drawn()
-    assert tab.text("#bar-head") == "0.1"
+    assert tab.text("#bar-head") == "L0H1"
     cards.nth(0).locator("button").first.click()
-    tab.page.locator("#bar-head", has_text="0.0").wait_for()
+    tab.page.locator("#bar-head", has_text="L0H0").wait_for()
     tab.drawn()
     assert tab.page.locator("#pieces input").nth(1).is_checked()
 
@@ -272,12 +272,12 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
     tag = "{http://www.w3.org/2000/svg}"
     drawn = ElementTree.fromstring(saved(tab, "glance", "SVG"))
     words = [one.text for one in drawn.iter(f"{tag}text")]
-    assert words[0] == "Layer 0, head 0, induction"
+    assert words[0] == "L0H0, induction"
     told = " ".join(words)
     assert "full colour is a weight of 1." in told
     assert "made up on words drawn by chance" in told
     assert {"0", "0.25", "1"} < set(words)  # a scale, which the small map has not
-    assert drawn.find(f"{tag}title").text.startswith("Layer 0, head 0, induction. ")
+    assert drawn.find(f"{tag}title").text.startswith("L0H0, induction. ")
     picture = Image.open(io.BytesIO(saved(tab, "glance", "PNG")))
     assert picture.size == tuple(2 * float(drawn.get(name)) for name in ("width", "height"))
     drawn = ElementTree.fromstring(saved(tab, "heads", "SVG"))
@@ -301,18 +301,18 @@ def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None
     tab.page.locator("#search").fill("cat")
     assert tab.text("#found-by-search") == "2 found: Enter"
     find("cat")
-    assert tab.page.url.split("#")[1] == "heads/0.0/5"
+    assert tab.page.url.split("#")[1] == "heads/L0H0/5"
     assert tab.text("#found-by-search") == "1 of 2"
     tab.press("Enter")
     assert tab.page.url.endswith("/9")
     tab.press("Enter")
     assert tab.page.url.endswith("/5")
-    find("0.2")
-    assert tab.text("#bar-head") == "0.2"
+    find("L0H2")
+    assert tab.text("#bar-head") == "L0H2"
     find("induction")
-    assert tab.text("#bar-head") == "0.0"
-    find("0.1 ran")
-    assert (tab.text("#bar-head"), tab.page.url.split("/")[-1]) == ("0.1", "10")
+    assert tab.text("#bar-head") == "L0H0"
+    find("l0h1 ran")
+    assert (tab.text("#bar-head"), tab.page.url.split("/")[-1]) == ("L0H1", "10")
     find("no such word")
     assert tab.text("#found-by-search") == "not found"
     tab.page.locator("h1").click()

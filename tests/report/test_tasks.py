@@ -99,10 +99,10 @@ def test_what_the_strongest_head_does_on_my_sentence_takes_no_click(fresh: Tab) 
 
 def test_where_a_head_looks_from_the_second_it_takes_one_search(fresh: Tab) -> None:
     fresh.page.keyboard.press("/")
-    fresh.page.keyboard.type("2.3 it")
+    fresh.page.keyboard.type("L2H3 it")
     fresh.press("Enter", "Enter")
     fresh.page.locator("#found-by-search", has_text="2 of").wait_for()
-    assert plain(fresh.text("#sentence")).startswith("Head 2.3 at it ")
+    assert plain(fresh.text("#sentence")).startswith("Head L2H3 at it ")
     assert "on=" not in fresh.page.url  # on the text, though the page opened on random repeats
     assert clicks(fresh) == 0
 
@@ -138,10 +138,10 @@ def test_every_task_by_keys_alone(fresh: Tab, browser: Any, files: dict[str, Pat
     fresh.press("Enter")
     tab_to(fresh, "#heads")
     fresh.press("ArrowRight", "ArrowRight")
-    assert fresh.text("#glance-title") == "Layer 1, head 3"
+    assert fresh.text("#glance-title") == "L1H3"
     tab_to(fresh, "#pieces input")
     fresh.press("ArrowLeft")
-    assert plain(fresh.text("#sentence")).startswith("Head 1.3 at")
+    assert plain(fresh.text("#sentence")).startswith("Head L1H3 at")
     tab_to(fresh, "#story-text button[aria-pressed=true]")
     before = fresh.text("#sentence")
     fresh.press("ArrowLeft")
@@ -179,15 +179,15 @@ def test_heads_open_on_their_proof_until_a_token_is_asked_for(fresh: Tab) -> Non
         shown = fresh.page.locator("#pieces input")
         return [shown.nth(n).is_checked() for n in range(2)].index(True)
 
-    fresh.click_cell("heads", 2, 0, 4, 3, tip="Layer 0, head 2", where="#glance-title")
-    assert (fresh.text("#bar-head"), on()) == ("0.2", 0)  # looks one token back: on the text
-    fresh.click_cell("heads", 0, 1, 4, 3, tip="Layer 1, head 0", where="#glance-title")
-    assert (fresh.text("#bar-head"), on()) == ("1.0", 1)
+    fresh.click_cell("heads", 2, 0, 4, 3, tip="L0H2", where="#glance-title")
+    assert (fresh.text("#bar-head"), on()) == ("L0H2", 0)  # looks one token back: on the text
+    fresh.click_cell("heads", 0, 1, 4, 3, tip="L1H0", where="#glance-title")
+    assert (fresh.text("#bar-head"), on()) == ("L1H0", 1)
     fresh.click("#pieces label", 0)
     fresh.click("#story-text button", 7)
-    fresh.click_cell("heads", 1, 1, 4, 3, tip="Layer 1, head 1", where="#glance-title")
+    fresh.click_cell("heads", 1, 1, 4, 3, tip="L1H1", where="#glance-title")
     assert on() == 0
-    assert fresh.page.url.endswith("#heads/1.1/7")
+    assert fresh.page.url.endswith("#heads/L1H1/7")
 
 
 def test_the_random_piece_can_be_read_and_both_its_numbers_are_named(fresh: Tab) -> None:

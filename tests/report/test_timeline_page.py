@@ -24,7 +24,7 @@ from looks import decoder
 
 pytestmark = pytest.mark.browser
 
-HEADS = [f"{layer}.{head}" for layer, count in enumerate(LAYERS.values()) for head in range(count)]
+HEADS = [f"L{layer}H{head}" for layer, count in enumerate(LAYERS.values()) for head in range(count)]
 VIRIDIS = ["440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b"]
 VIRIDIS += ["fde725"]
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -146,8 +146,8 @@ def test_the_page_opens_on_the_first_alarm(browser: Any, run: Timeline, tmp_path
         "1 to 60 steps, 7 recorded",
         "2 alarms of 2 heads",
     ]
-    assert chosen(tab) == {"statistic": "max_logit", "head": "1.1", "step": "30"}
-    assert tab.text("#head-title") == "Layer 1, head 1"
+    assert chosen(tab) == {"statistic": "max_logit", "head": "L1H1", "step": "30"}
+    assert tab.text("#head-title") == "L1H1"
     assert tab.text("#head-module") == "blocks.1.attn"
     assert "123.5 (max_logit > 100)" in tab.text("#head-alarms")
     assert "4 drawn queries" in tab.text("#made")
@@ -248,7 +248,7 @@ def test_a_tip_says_what_is_under_the_pointer_and_a_click_chooses_it(
     for head, column in ((0, 0), (2, 4), (4, 6), (3, 2)):
         tab.page.mouse.move(*cell(tab, head, STEPS[column]))
         tip = tab.text("#tip")
-        assert f"Layer {HEADS[head].replace('.', ', head ')}" in tip
+        assert HEADS[head] in tip
         assert f"step {STEPS[column]}" in tip
         assert written(run.tracks["entropy"].values[column, head]) in tip
         tab.page.mouse.down()
@@ -264,35 +264,35 @@ def test_a_tip_says_what_is_under_the_pointer_and_a_click_chooses_it(
 def test_keys_go_from_head_to_head_and_step_to_step(tab: Tab) -> None:
     tab.page.locator("#heat").focus()
     for key, head, step in (
-        ("ArrowDown", "0.1", "60"),
-        ("ArrowLeft", "0.1", "50"),
-        ("PageDown", "1.0", "50"),
-        ("ArrowUp", "0.2", "50"),
-        ("Home", "0.2", "1"),
-        ("ArrowLeft", "0.2", "1"),
-        ("ArrowRight", "0.2", "10"),
-        ("PageUp", "0.2", "10"),
-        ("End", "0.2", "60"),
-        ("ArrowRight", "0.2", "60"),
-        ("PageDown", "1.0", "60"),
-        ("ArrowDown", "1.1", "60"),
-        ("ArrowDown", "1.1", "60"),
+        ("ArrowDown", "L0H1", "60"),
+        ("ArrowLeft", "L0H1", "50"),
+        ("PageDown", "L1H0", "50"),
+        ("ArrowUp", "L0H2", "50"),
+        ("Home", "L0H2", "1"),
+        ("ArrowLeft", "L0H2", "1"),
+        ("ArrowRight", "L0H2", "10"),
+        ("PageUp", "L0H2", "10"),
+        ("End", "L0H2", "60"),
+        ("ArrowRight", "L0H2", "60"),
+        ("PageDown", "L1H0", "60"),
+        ("ArrowDown", "L1H1", "60"),
+        ("ArrowDown", "L1H1", "60"),
     ):
         tab.page.keyboard.press(key)
         kept = chosen(tab)
         assert (kept["head"], kept.get("step", "60")) == (head, step), key
-    assert tab.text("#said").startswith("Layer 1, head 1, step 60: Entropy ")
+    assert tab.text("#said").startswith("L1H1, step 60: Entropy ")
     tab.click("#next-head")
-    assert tab.text("#bar-head") == "Layer 0, head 0"
+    assert tab.text("#bar-head") == "L0H0"
     tab.click("#previous-head")
-    assert tab.text("#bar-head") == "Layer 1, head 1"
+    assert tab.text("#bar-head") == "L1H1"
 
 
 def test_a_click_on_the_curve_chooses_a_step(tab: Tab) -> None:
     line = tab.page.locator("#curve path.a[data-run]").bounding_box()
     tab.page.mouse.click(line["x"] + line["width"] * 19 / 59, line["y"] + line["height"] / 2)
     assert chosen(tab)["step"] == "20"
-    assert chosen(tab)["head"] == "0.0"
+    assert chosen(tab)["head"] == "L0H0"
 
 
 def test_the_choice_outlives_a_reload(tab: Tab) -> None:
@@ -303,7 +303,7 @@ def test_the_choice_outlives_a_reload(tab: Tab) -> None:
     tab.press("ArrowDown", "ArrowLeft")
     kept = chosen(tab)
     assert kept == {
-        **{"statistic": "max_logit", "head": "1.1", "step": "50", "layer": "1"},
+        **{"statistic": "max_logit", "head": "L1H1", "step": "50", "layer": "1"},
         "scale": "linear",
     }
     shown = figures(tab)
@@ -318,7 +318,7 @@ def test_the_choice_outlives_a_reload(tab: Tab) -> None:
     assert chosen(tab) == kept  # an address of nothing is not followed
     tab.page.goto(f"{tab.address}#statistic=first&head=9.9&step=x&layer=length&run=B&scale=cubic")
     tab.page.wait_for_timeout(50)
-    assert chosen(tab) == {"statistic": "first", "head": "1.1"}
+    assert chosen(tab) == {"statistic": "first", "head": "L1H1"}
 
 
 def test_switches_keep_the_focus(tab: Tab) -> None:
@@ -337,8 +337,8 @@ def test_switches_keep_the_focus(tab: Tab) -> None:
 def test_alarms_are_marked_listed_and_shown(tab: Tab) -> None:
     rows = tab.page.locator("#alarms tbody tr")
     assert [row.locator("td").all_inner_texts() for row in rows.all()] == [
-        ["1.1", "max_logit 123.5", "max_logit > 100"],
-        ["0.2", "first 0.997", "all sink"],
+        ["L1H1", "max_logit 123.5", "max_logit > 100"],
+        ["L0H2", "first 0.997", "all sink"],
     ]
     assert tab.texts("#rules li") == [
         "max_logit > 100: 1 head, first at step 30",
@@ -347,7 +347,7 @@ def test_alarms_are_marked_listed_and_shown(tab: Tab) -> None:
     assert tab.page.locator("#heat .alarm.other").get_attribute("d").count("M") == 2
     rows.nth(1).locator("button").click()
     assert chosen(tab)["statistic"] == "first"
-    assert (chosen(tab)["head"], chosen(tab)["step"]) == ("0.2", "50")
+    assert (chosen(tab)["head"], chosen(tab)["step"]) == ("L0H2", "50")
     own = tab.page.locator("#heat-marks .alarm:not(.other)")
     assert own.get_attribute("d").count("M") == 1
     x, y = cell(tab, 2, 50)
@@ -471,7 +471,7 @@ def test_an_open_page_reads_itself_anew_and_keeps_the_choice(browser: Any, tmp_p
         tab.page.clock.run_for(61_000)
     ready(tab)
     assert tab.text("#step-title") == "At step 20"  # the last one was chosen, and still is
-    assert chosen(tab) == {"statistic": "first", "head": "1.0"}
+    assert chosen(tab) == {"statistic": "first", "head": "L1H0"}
     assert tab.page.evaluate("[document.activeElement.id, scrollY]") == ["heat", 80]
     tab.page.locator("#follow").uncheck()
     assert chosen(tab)["follow"] == "no"
@@ -583,7 +583,7 @@ def test_a_phone_and_a_dark_screen(
         tab.page.locator("#heat canvas").scroll_into_view_if_needed()
         box = tab.page.locator("#heat canvas").bounding_box()
         tab.page.touchscreen.tap(box["x"] + 3, box["y"] + 3)
-        assert (chosen(tab)["head"], chosen(tab)["step"]) == ("0.0", "1")
+        assert (chosen(tab)["head"], chosen(tab)["step"]) == ("L0H0", "1")
     else:
         tab.page.emulate_media(color_scheme="light")
         assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == (

@@ -83,7 +83,7 @@ def notable(look: Look) -> str:
             told.add(label["label"])
             heads = sum(label["label"] == one["label"] for of in look.rows for one in of["labels"])
             where = " on random repeats" if label["key"].endswith("_random") else ""
-            name = escaped(f"{row['layer']}.{row['head']}")
+            name = escaped(f"L{row['layer']}H{row['head']}")
             lines.append(
                 f"{name:>6}  {escaped(label['label'])}: {escaped(why.get(label['key'], ''))} "
                 f"({figure(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
@@ -167,7 +167,7 @@ def _drawn(
         label = Text(", ").join(labels) if whole else labels[0] + rest
         values = (row.get(key) for key in keys)
         figures = ("–" if v is None or not math.isfinite(v) else written(v) for v in values)
-        drawn.add_row(escaped(f"{row['layer']}.{row['head']}"), label, *figures)
+        drawn.add_row(escaped(f"L{row['layer']}H{row['head']}"), label, *figures)
     return drawn
 
 

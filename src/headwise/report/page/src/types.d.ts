@@ -64,26 +64,29 @@ interface View {
 
 /** A tick: `[value, text]`. */
 type Tick = any[];
-interface ChartAxis { range: number[]; title?: string; ticks?: Tick[]; turned?: number; mono?: boolean; lines?: boolean }
+interface ChartAxis { range: number[]; title?: string; ticks?: Tick[]; turned?: number; mono?: boolean; lines?: boolean; share?(value: number): number }
 interface Frame { x0: number; x1: number; y0: number; y1: number; width?: number; plain?: boolean }
 interface Place { x: number; y: number; column: number; row: number; left: number; top: number; point?: any }
 interface Cells {
   z: ArrayLike<number | null>[]; gap?: number;
   low?: number; high?: number; stops?: string[];
   fill?(value: number): string;
+  across?: number[]; down?: number[]; lost?: string;
 }
 interface ChartSpec {
   width: number; height: number; margin: { l: number; r: number; t: number; b: number };
   x: ChartAxis; y: ChartAxis;
   grid?: Cells; ramp?: Tick[];
   bars?: number[][]; frames?: Frame[]; guides?: number[][];
-  lines?: { points: number[][]; colour: string; width?: number; dash?: string; dots?: boolean }[];
+  lines?: { points: number[][]; colour: string; width?: number; dash?: string; dots?: boolean; more?: Record<string, string> }[];
+  areas?: { points: number[][]; colour: string; opacity: number }[];
   points?: { x: number; y: number; size?: number; colour: string; path: string; edge?: number; faint?: boolean; error?: number[]; [more: string]: any }[];
   words?: { x: number; y: number; text: string; size?: number; colour: string; path?: string }[];
   hover?(event: PointerEvent, place: Place): void;
   click?(place: Place): void;
   zoom?(ranges: { xaxis: number[]; yaxis: number[] } | undefined): void;
   leave?(): void;
+  over?(spec: ChartSpec): Node[];
   says?: { title?: string; scale?: string; random?: boolean; marks?: Tick[]; labels?: string[] };
   area?: { x: number; y: number; width: number; height: number };
   toX?(value: number): number;

@@ -6,10 +6,6 @@ import { evaluated, ofClass } from "./heads.js";
 import { NONE, data, runs } from "./look.js";
 import { formula } from "./words.js";
 
-
-
-
-
 export const aboutView = { title: "About", more: true, draw: drawAbout };
 
 function drawAbout() {

@@ -1,12 +1,8 @@
 // The address that keeps what is chosen.
 
-import { headShort } from "../shared/words.js";
+import { headName, parseHead } from "../shared/words.js";
 import { data, runs, showData } from "./look.js";
 import { chosen, chosenStream, rowAt, sceneOf, shownViews, state, views } from "./state.js";
-
-
-
-
 
 /** What an address keeps beside view, head and token, where it is not as at the start: name → [read, write]. */
 const KEPT = {
@@ -46,20 +42,21 @@ export function address(view) {
   const kept = new URLSearchParams();
   for (const [name, [read]] of allKept()) if (read() !== START[name]) kept.set(name, read());
   if (runs.length > 1) kept.set("of", runs.map(({ title }) => title).join(" → "));  // for who reads the link
-  return `#${view}/${headShort(chosen())}/${state.token}${kept.size ? `?${kept}` : ""}`;
+  return `#${view}/${headName(chosen())}/${state.token}${kept.size ? `?${kept}` : ""}`;
 }
 
 const OLD_NAMES = { text: "head" };  // of views in addresses of earlier pages
 
-/** Follows an address such as `#head/3.5/12?scale=row`: view, head, token, and what else it keeps. */
+/** Follows an address such as `#head/L3H5/12?scale=row`: view, head, token, and what else it keeps. */
 export function follow(hash) {
-  const [, named, layer, head, token, rest] = hash.match(/^#(\w+)(?:\/(\d+)\.(\d+))?(?:\/(\d+))?(?:\?(.*))?$/) ?? [];
+  const [, named, name, token, rest] = hash.match(/^#(\w+)(?:\/(L\d+H\d+|\d+\.\d+))?(?:\/(\d+))?(?:\?(.*))?$/i) ?? [];
+  const head = parseHead(name ?? "");
   const view = OLD_NAMES[named] ?? named;
   const kept = new URLSearchParams(rest ?? "");
   const before = [state.on, state.token].join();
-  if (layer !== undefined) for (const [name, [, write]] of allKept()) write(kept.get(name) ?? START[name]);
+  if (head) for (const [name, [, write]] of allKept()) write(kept.get(name) ?? START[name]);
   if (shownViews().some(([name]) => name === view)) state.view = view;
-  const index = rowAt(Number(layer), Number(head));
+  const index = head ? rowAt(head.layer, head.head) : -1;
   if (index >= 0) state.row = index;
   if (token !== undefined) state.token = Number(token);
   state.token = Math.min(state.token, chosenStream().tokens.length - 1);

@@ -7,10 +7,6 @@ import { followed, relationOf } from "./sentence.js";
 import { colourButton, nextToken, pictureBox, tokenBox } from "./text.js";
 import { tokenWeights } from "./weights.js";
 
-
-
-
-
 const ARCS = 6;
 
 /**

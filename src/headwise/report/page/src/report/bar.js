@@ -1,15 +1,11 @@
 // The bar: views and the chosen head.
 
 import { $, el, switches } from "../shared/dom.js";
-import { headName, headShort } from "../shared/words.js";
+import { headInWords, headName } from "../shared/words.js";
 import { address } from "./address.js";
 import { glyph } from "./labels.js";
 import { allLabels, firstLabel, runs } from "./look.js";
 import { chosen, shownViews, state, views } from "./state.js";
-
-
-
-
 
 /** Shows the view of the state, hides the others. */
 export function showView() {
@@ -37,9 +33,9 @@ export function drawNav(show) {
 
 export function drawBar() {
   const row = chosen();
-  $("bar-head").textContent = headShort(row);
+  $("bar-head").textContent = headName(row);
   $("bar-head").setAttribute("href", address("head"));
-  $("bar-head").setAttribute("aria-label", `${headShort(row)}: ${headName(row)}, ${allLabels(row)}; show it`);
+  $("bar-head").setAttribute("aria-label", `${headName(row)}: ${headInWords(row)}, ${allLabels(row)}; show it`);
   const more = row.labels.length > 1 ? ` +${row.labels.length - 1}` : "";
   $("bar-label").replaceChildren(glyph(firstLabel(row)), el("span", {}, firstLabel(row) + more));
 }

@@ -2,7 +2,7 @@
 
 import { ofHead } from "../shared/codec.js";
 import { $, dark, el } from "../shared/dom.js";
-import { headName, headShort, whole } from "../shared/words.js";
+import { headInWords, headName, whole } from "../shared/words.js";
 import { choose, tellBest } from "./choice.js";
 import { glyph, headButton } from "./labels.js";
 import { data } from "./look.js";
@@ -11,10 +11,6 @@ import { expected } from "./proof.js";
 import { state } from "./state.js";
 import { bestExamples } from "./telling.js";
 import { figure } from "./words.js";
-
-
-
-
 
 /**
  * The layer and the map that a label comes from: the random piece, where its figure is of one.
@@ -49,8 +45,8 @@ export async function drawCards() {
 function card({ name, rows, label }, row, place) {
   const column = data.column.get(label.key);
   const rule = data.rules.find((one) => one.label === name && one.key === label.key) ?? data.rules.find((one) => one.label === name);
-  const title = el("button", { type: "button", class: "plain title", "data-row": rows[0] }, glyph(name), el("b", {}, name), ` ${headShort(row)}`);
-  title.setAttribute("aria-label", `${name} ${headShort(row)}: ${headName(row)}`);
+  const title = el("button", { type: "button", class: "plain title", "data-row": rows[0] }, glyph(name), el("b", {}, name), ` ${headName(row)}`);
+  title.setAttribute("aria-label", `${name} ${headName(row)}: ${headInWords(row)}`);
   title.addEventListener("click", () => chooseCard(rows[0], label));
   const map = el("div", { class: "plot", id: `card-${place}`, "aria-hidden": "true" });
   map.addEventListener("click", () => chooseCard(rows[0], label));

@@ -6,10 +6,6 @@ import { glyph } from "./labels.js";
 import { hasLabel, known, runs } from "./look.js";
 import { figure, signed } from "./words.js";
 
-
-
-
-
 export const nameOf = (row) => `${row.module}.${row.head}`;
 
 /**

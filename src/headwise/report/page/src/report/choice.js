@@ -10,10 +10,6 @@ import { chosen, chosenStream, embedded, proofPiece, sceneOf, shownViews, state,
 import { tellingToken } from "./telling.js";
 import { headRows } from "./weights.js";
 
-
-
-
-
 let turn = 0;           // counts drawings, so that a late one never replaces a newer one
 
 /** Draws the view that is shown. Everything a view shows follows from `data` and `state`. */

@@ -23,9 +23,6 @@ import { drawPieceSwitch } from "./story.js";
 import { headRows, strongest } from "./weights.js";
 import { figure, signed } from "./words.js";
 
-
-
-
 export const compareView = {
   title: "Compare",
   kept: {

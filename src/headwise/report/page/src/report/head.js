@@ -19,10 +19,6 @@ import { drawText, loadText } from "./text.js";
 import { headRows, strongest } from "./weights.js";
 import { figure, rounded, tokenCode, tokenName } from "./words.js";
 
-
-
-
-
 /** @type {HeadRows} */
 let headShown;  // the rows of the head that is drawn, for its listeners
 

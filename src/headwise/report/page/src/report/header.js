@@ -5,10 +5,6 @@ import { counted, whole } from "../shared/words.js";
 import { data, runs } from "./look.js";
 import { state } from "./state.js";
 
-
-
-
-
 export function drawHeader() {
   const made = data.provenance;
   $("model").textContent = made.title ?? made.model;

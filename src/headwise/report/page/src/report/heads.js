@@ -14,10 +14,6 @@ import { drawStory, peek } from "./story.js";
 import { headRows } from "./weights.js";
 import { figure } from "./words.js";
 
-
-
-
-
 export const headsView = {
   title: "Overview",
   load: () => headRows(chosen()),

@@ -2,13 +2,9 @@
 
 import { $, dark, el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
-import { counted, headName, headShort, percent, unitName } from "../shared/words.js";
+import { counted, headInWords, headName, percent, unitName } from "../shared/words.js";
 import { NONE, allLabels, data, firstLabel } from "./look.js";
 import { figure } from "./words.js";
-
-
-
-
 
 const styles = JSON.parse($("styles").textContent);
 const noStyle = styles.find(({ label }) => label === NONE);
@@ -66,9 +62,9 @@ export function brief(row, across) {
 /** A figure's short name, which says so where it is one of random repeats. */
 export const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (random repeats)` : short);
 
-/** A button that has a head's number, such as `5.3`. */
+/** A button with the name of a head, such as `L5H3`. */
 export function headButton(row, act, kind = "plain") {
-  const button = el("button", { type: "button", class: kind, "aria-label": `${headShort(row)}: ${headName(row)}` }, headShort(row));
+  const button = el("button", { type: "button", class: kind, "aria-label": `${headName(row)}: ${headInWords(row)}` }, headName(row));
   if (act) button.addEventListener("click", act);
   return button;
 }

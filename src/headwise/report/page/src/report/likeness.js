@@ -5,17 +5,13 @@ import { numbers } from "../shared/codec.js";
 import { $, dark, el, switches } from "../shared/dom.js";
 import { VIRIDIS } from "../shared/draw.js";
 import { showTip } from "../shared/tip.js";
-import { counted, headName, headShort, subscripts } from "../shared/words.js";
+import { counted, headName, subscripts } from "../shared/words.js";
 import { choose, redraw, remember } from "./choice.js";
 import { headButton } from "./labels.js";
 import { allLabels, data } from "./look.js";
 import { byLabel } from "./mosaic.js";
 import { picture } from "./save.js";
 import { chosen, state } from "./state.js";
-
-
-
-
 
 const likeness = { order: "layer", rows: [], drawn: "" };
 
@@ -86,7 +82,7 @@ function drawLikeness(values) {
     const count = likeness.rows.length;
     const z = likenessGrid(values);
     const every = Math.ceil((count * 17) / (Math.min(width, 760) - 96));
-    const ticks = likeness.rows.map((row, place) => [place, headShort(data.rows[row])]).filter((_, place) => place % every === 0);
+    const ticks = likeness.rows.map((row, place) => [place, headName(data.rows[row])]).filter((_, place) => place % every === 0);
     const side = Math.min(width, 760);
     const margin = { l: 44, r: 52, t: 6, b: 44 };
     picture("likeness", {
@@ -118,7 +114,7 @@ function drawAlike(values) {
   const found = [...data.rows.keys()].filter((row) => row !== state.row).map((row) => [row, alike(values, state.row, row)])
     .filter(([, value]) => !Number.isNaN(value))
     .sort((a, b) => b[1] - a[1]).slice(0, 10);
-  $("alike-title").textContent = `Most alike to ${headName(chosen()).toLowerCase()}`;
+  $("alike-title").textContent = `Most alike to ${headName(chosen())}`;
   $("alike").replaceChildren(...found.map(([row, value]) => headLine(data.rows[row], value.toFixed(2), row)));
 }
 

@@ -23,10 +23,6 @@ import { connectTable, tableView } from "./table.js";
 import { tellingHead, tellingToken } from "./telling.js";
 import { headRows } from "./weights.js";
 
-
-
-
-
 const NARROW = 860;  // pixels, as in the style sheet: heads come before the story's map
 
 async function start() {

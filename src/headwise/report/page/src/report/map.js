@@ -9,10 +9,6 @@ import { picture } from "./save.js";
 import { state } from "./state.js";
 import { cellLabel, cellPlace, tokenName } from "./words.js";
 
-
-
-
-
 export const shade = (value) => (state.scale === "linear" ? value : Math.sqrt(value));
 
 /** The weight that has the full colour: 1, or the largest of a row. */

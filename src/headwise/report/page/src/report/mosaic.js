@@ -15,10 +15,6 @@ import { ahead } from "./map.js";
 import { picture } from "./save.js";
 import { chosen, state } from "./state.js";
 
-
-
-
-
 const CELLS = 1_100_000;  // the most cells of the mosaic
 
 export const mosaicView = {

@@ -11,10 +11,6 @@ import { chosen } from "./state.js";
 import { tokenWeights, topKeys } from "./weights.js";
 import { beforePatches } from "./words.js";
 
-
-
-
-
 /** The bins of distances as `4–7`, or `−7…−4` ahead of the query. */
 function binNames(starts) {
   const name = (distance) => `${distance}`.replace("-", "−");

@@ -9,10 +9,6 @@ import { data } from "./look.js";
 import { picture } from "./save.js";
 import { figure } from "./words.js";
 
-
-
-
-
 /** How far from the query the key of a figure is. */
 export const OFFSET_OF = { back_3: -3, back_2: -2, previous: -1, self: 0, next: 1, ahead_2: 2, ahead_3: 3 };
 

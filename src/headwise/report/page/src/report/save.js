@@ -8,10 +8,6 @@ import { labelColour, styleOf } from "./labels.js";
 import { data, runs } from "./look.js";
 import { chosen, embedded, savedName, state } from "./state.js";
 
-
-
-
-
 const LEAST = 340;  // pixels of a saved picture's width, so that its words fit
 const LINE = 17;
 

@@ -12,10 +12,6 @@ import { picture } from "./save.js";
 import { state } from "./state.js";
 import { figure } from "./words.js";
 
-
-
-
-
 const axes = { x: "", y: "" };
 
 export const scatterView = {

@@ -2,46 +2,42 @@
 
 import { $ } from "../shared/dom.js";
 import { hideTip } from "../shared/tip.js";
-import { whole } from "../shared/words.js";
+import { parseHead, whole } from "../shared/words.js";
 import { follow } from "./address.js";
 import { drawNav, showView } from "./bar.js";
 import { choose, chooseToken, redraw, remember, showRun } from "./choice.js";
 import { drawHeader } from "./header.js";
 import { data } from "./look.js";
 import { chosen, embedded, rowAt, sceneOf, state } from "./state.js";
+import { columnNamed, condition } from "./table.js";
 import { tokenName } from "./words.js";
-
-
-
-
 
 const searching = { text: "", found: [], at: -1 };
 
 /**
- * Heads and tokens that a word names: `5.3`, `induction`, `it`.
- * @returns {{ row?: number, token?: number, on?: string }[]}
+ * Heads, metrics and tokens that a word names: `L5H3`, `induction`, `entropy<1`, `entropy`, `it`.
+ * @returns {{ row?: number, token?: number, on?: string, metric?: string }[]}
  */
 function searchWord(word) {
-  const [, layer, head] = word.match(/^(\d+)\.(\d+)$/) ?? [];
-  if (layer !== undefined && rowAt(Number(layer), Number(head)) >= 0) return [{ row: rowAt(Number(layer), Number(head)) }];
+  const head = parseHead(word);
+  if (head && rowAt(head.layer, head.head) >= 0) return [{ row: rowAt(head.layer, head.head) }];
   const rowsWith = (test) => [...data.rows.keys()].filter((row) => data.rows[row].labels.some(({ label }) => test(label)));
   const low = word.toLowerCase();
   const heads = data.labels.some((name) => name === low) ? rowsWith((name) => name === low) : [];
   if (heads.length) return heads.map((row) => ({ row }));
+  const test = /[<>]/.test(word) ? condition(low.replace(/\s+/g, "")) : undefined;
+  if (test) return [...data.rows.keys()].filter((row) => test(data.rows[row])).map((row) => ({ row }));
   const named = (on, test) => {
     const { from } = sceneOf(chosen(), on);
     return [...from.tokens.keys()].filter((index) => test(tokenName(from, index).replace(/^·+/, "").toLowerCase())).map((token) => ({ token, on }));
   };
-  for (const test of [(name) => name === low, (name) => name.includes(low)]) {
-    for (const on of ["text", "repeats"]) {
-      const found = named(on, test);
-      if (found.length) return found;
-    }
-  }
-  return rowsWith((name) => name.startsWith(low)).map((row) => ({ row }));
+  const token = (test) => ["text", "repeats"].map((on) => named(on, test)).find(({ length }) => length);
+  const metric = columnNamed(low.replace(/\W+/g, "_"));
+  return token((name) => name === low) ?? (metric ? [{ metric }] : token((name) => name.includes(low)))
+    ?? rowsWith((name) => name.startsWith(low)).map((row) => ({ row }));
 }
 
-/** Goes to what the search names; again, to the next of its kind. `5.3 it` names a head, then a token. */
+/** Goes to what the search names; again, to the next of its kind. `L5H3 it` names a head, then a token. */
 async function search() {
   const text = $("search").value.trim();
   if (!text) return;
@@ -60,14 +56,15 @@ async function search() {
   if (!found.length) return;
   searching.at = (searching.at + 1) % found.length;
   $("found-by-search").textContent = found.length > 1 ? `${searching.at + 1} of ${found.length}` : "";
-  const { row, token, on } = found[searching.at];
+  const { row, token, on, metric } = found[searching.at];
+  if (metric) { state.view = "heads"; showView(); state.statistic = metric; remember(); await redraw(); return; }
   if (row !== undefined) { await choose(row); return; }
   if (!["heads", "head"].includes(state.view)) { state.view = "head"; showView(); }
   if (sceneOf(chosen(), on) !== sceneOf(chosen())) Object.assign(state, { on, ranges: undefined });
   await chooseToken(token, "to");
 }
 
-/** Says while a word is typed how many heads or tokens it names. */
+/** Says while a word is typed how many heads, metrics or tokens it names. */
 function sayFound() {
   searching.text = "";
   const text = $("search").value.trim();

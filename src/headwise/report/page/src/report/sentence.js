@@ -1,13 +1,9 @@
 // What a head does at a token, in one sentence made of its weights.
 
 import { el } from "../shared/dom.js";
-import { headShort, whole } from "../shared/words.js";
+import { headName, whole } from "../shared/words.js";
 import { OFFSET_OF } from "./proof.js";
 import { distance, rounded, tokenCode } from "./words.js";
-
-
-
-
 
 /**
  * The patterns that labels name: whether a key is an example of one, in what words, and for those that are said of any
@@ -89,7 +85,7 @@ export const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(
  */
 export function sentence(row, layer, query, found) {
   const cross = layer.kind === "cross";
-  const start = [el("b", {}, `Head ${headShort(row)}`), cross ? ` at ${layer.from.name}’s ` : " at ", tokenCode(layer.from, query)];
+  const start = [el("b", {}, `Head ${headName(row)}`), cross ? ` at ${layer.from.name}’s ` : " at ", tokenCode(layer.from, query)];
   if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": of a text of this size, single keys are not kept."];
   const [[key, value], second] = found;
   const keys = visibleKeys(layer, query);

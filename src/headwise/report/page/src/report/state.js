@@ -1,11 +1,7 @@
 // What is chosen, and the views there are.
 
-import { headShort } from "../shared/words.js";
+import { headName } from "../shared/words.js";
 import { data } from "./look.js";
-
-
-
-
 
 export const state = {
   view: "heads", run: 0, row: 0, token: 0,
@@ -19,7 +15,7 @@ export const state = {
 export const views = {};       // name → { title, there(), load(), draw(loaded), more }, in the order of the bar
 export const embedded = location.protocol === "about:";  // in a frame of a notebook, which has no address of its own
 export const chosen = () => data.rows[state.row];
-export const savedName = () => headShort(chosen());  // of saved pictures
+export const savedName = () => headName(chosen());  // of saved pictures
 export const shownViews = () => Object.entries(views).filter(([, view]) => view.there?.() ?? true);
 
 /**

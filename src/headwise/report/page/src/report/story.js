@@ -15,10 +15,6 @@ import { tellingToken } from "./telling.js";
 import { rawWords } from "./text.js";
 import { headRows, strongest, tokenWeights } from "./weights.js";
 
-
-
-
-
 let told = {};       // what the story shows: { row, token, rows }
 let peeks = 0;       // counts glances, so that a late one never replaces a newer one
 

@@ -1,16 +1,12 @@
 // The table of heads: sorted by any column, filtered by words, labels and conditions.
 
 import { $, dark, el } from "../shared/dom.js";
-import { counted, headShort, percent, whole } from "../shared/words.js";
+import { counted, headName, parseHead, percent, whole } from "../shared/words.js";
 import { choose, remember } from "./choice.js";
 import { glyph, headButton } from "./labels.js";
 import { NONE, allLabels, data, firstLabel, hasLabel } from "./look.js";
 import { state } from "./state.js";
 import { figure } from "./words.js";
-
-
-
-
 
 const sorting = { key: "place", down: false };
 const LINES = 40;  // that are made at a time
@@ -95,18 +91,19 @@ function inOrder({ key, down }) {
 }
 
 /** A figure by what people call it: its key, or the heading of its column. */
-const figureNamed = (name) => data.columns.find(({ key, short, title }) => [key, short, title].some((one) => one.toLowerCase().replace(/\W+/g, "_") === name))?.key;
+export const columnNamed = (name) => data.columns.find(({ key, short, title }) => [key, short, title].some((one) => one.toLowerCase().replace(/\W+/g, "_") === name))?.key;
 
 /** The words of a filter; a condition is one word, however it is spaced. */
 const filterWords = () => state.filter.toLowerCase().replace(/\s*(<=|>=|<|>|=)\s*/g, "$1").split(/\s+/).filter(Boolean);
 
 /** A word of the filter as a test of a row: `entropy>2` on a figure, anything else on names and labels; undefined where it is neither. */
-function condition(word) {
+export function condition(word) {
   const [, name, sign, number] = word.match(/^([^<>=]+)(<=|>=|<|>)(-?\d*\.?\d+)$/) ?? [];
-  const key = name && figureNamed(name);
+  const key = name && columnNamed(name);
   if (!key) {
     if (/[<>=]/.test(word)) return undefined;
-    return (row) => `${headShort(row)} ${row.module} ${allLabels(row)} ${row.of.reads}`.toLowerCase().includes(word);
+    const text = parseHead(word) ? `l${word.replace(".", "h")}` : word;
+    return (row) => `${headName(row)} ${row.module} ${allLabels(row)} ${row.of.reads}`.toLowerCase().includes(text);
   }
   const compare = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b }[sign];
   return (row) => typeof row[key] === "number" && compare(row[key], Number(number));

@@ -4,10 +4,6 @@ import { NONE, data } from "./look.js";
 import { isClear, isExample, visibleKeys } from "./sentence.js";
 import { strongest } from "./weights.js";
 
-
-
-
-
 /** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
 function surety({ score, threshold, sign = "≥" }) {
   return sign === "≤" ? (threshold - score) / (threshold || 1) : (score - threshold) / Math.max(1e-9, 1 - threshold);

@@ -11,10 +11,6 @@ import { chosen, state } from "./state.js";
 import { headRows, receivedBy, tokenWeights, topKeys } from "./weights.js";
 import { beforePatches, distance, tokenCode, tokenName, visible } from "./words.js";
 
-
-
-
-
 /** @type {HeadRows[]} */
 let textShown;  // the heads whose mean is shown: one, or all of the layer
 

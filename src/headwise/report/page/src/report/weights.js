@@ -4,10 +4,6 @@ import { ofHead } from "../shared/codec.js";
 import { blocks } from "./look.js";
 import { sceneOf } from "./state.js";
 
-
-
-
-
 /**
  * What drawing one head's tokens needs: its map, and the keys that each query attends to most.
  * @param {Row} row

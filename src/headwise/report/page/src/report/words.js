@@ -3,10 +3,6 @@
 import { el } from "../shared/dom.js";
 import { counted, percent, subscripts } from "../shared/words.js";
 
-
-
-
-
 /**
  * A figure as people read it, with as many digits as the largest of its column makes useful.
  * @param {number | null | undefined} value

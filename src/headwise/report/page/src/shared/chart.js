@@ -1,12 +1,8 @@
 // Charts: a grid of colours on a canvas; axes, bars, lines, points, words and frames in SVG over it.
 
 import { $, css, el } from "./dom.js";
-import { between, drawn, hex, palette } from "./draw.js";
+import { between, drawn, hex, palette, pixel } from "./draw.js";
 import { hideTip } from "./tip.js";
-
-
-
-
 
 const FONT = 12;
 const STEPS = [1, 2, 5, 10];
@@ -14,13 +10,15 @@ const STEPS = [1, 2, 5, 10];
 /**
  * Draws a chart in the box `id`. Of a chart there is:
  *   width, height, margin { l, r, t, b }: pixels.
- *   x, y: axes { range, title, ticks, turned, mono, lines }. A range is what stands left and right, or below and above;
- *     ticks are [value, text]; `lines` draws one at each tick.
- *   grid { z, low, high, stops, fill, gap }: rows of numbers, each a cell round whole numbers; null and NaN stay blank.
- *     Colours run through `stops` from `low` to `high`, or are what `fill(value)` says.
- *   bars [[x, y]], lines [{ points, colour, width, dash, dots }], points [{ x, y, size, colour, glyph, edge, faint, error }],
+ *   x, y: axes { range, title, ticks, turned, mono, lines, share }. A range is what stands left and right, or below and
+ *     above; ticks are [value, text]; `lines` draws one at each tick; `share(value)` replaces a linear scale.
+ *   grid { z, low, high, stops, fill, gap, across, down, lost }: rows of numbers, each a cell round whole numbers, or
+ *     all of them `across` and `down` some ranges; null and NaN stay blank. Colours run through `stops` from `low` to
+ *     `high`, or are what `fill(value)` says; `lost` is that of infinite numbers.
+ *   bars [[x, y]], lines [{ points, colour, width, dash, dots, more }], areas [{ points: [[x, low, high]], colour, opacity }],
+ *   points [{ x, y, size, colour, glyph, edge, faint, error }],
  *   words [{ x, y, text, size, colour }], guides (lines that are thin and dashed), frames [{ x0, x1, y0, y1, width, plain }].
- *   ramp [[value, text]]: the ticks of a bar of the grid's colours.
+ *   ramp [[value, text]]: the ticks of a bar of the grid's colours. over(spec): further elements, drawn last.
  *   hover(event, place), click(place), zoom(ranges), leave(): a place is { x, y, column, row, point }.
  * @param {string} id
  * @param {ChartSpec} spec
@@ -35,20 +33,20 @@ export function chart(id, spec) {
   const { width, height, margin } = spec;
   const area = { x: margin.l, y: margin.t, width: width - margin.l - margin.r, height: height - margin.t - margin.b };
   spec.area = area;
-  spec.toX = along(spec.x.range, area.x, area.x + area.width);
-  spec.toY = along(spec.y.range, area.y + area.height, area.y);
-  const marks = drawn("g", { "clip-path": `url(#${id}-clip)` }, ...barMarks(spec), ...guideMarks(spec), ...lineMarks(spec), ...pointMarks(spec),
-    ...wordMarks(spec), drawn("g", { class: "frames" }, ...frameMarks(spec)));
+  spec.toX = along(spec.x.range, area.x, area.x + area.width, spec.x.share);
+  spec.toY = along(spec.y.range, area.y + area.height, area.y, spec.y.share);
+  const marks = drawn("g", { "clip-path": `url(#${id}-clip)` }, ...barMarks(spec), ...guideMarks(spec), ...areaMarks(spec),
+    ...lineMarks(spec), ...pointMarks(spec), ...wordMarks(spec), drawn("g", { class: "frames" }, ...frameMarks(spec)));
   const svg = drawn("svg", { width, height, "aria-hidden": "true", "font-family": "system-ui, 'DejaVu Sans', sans-serif", "font-size": FONT },
-    drawn("clipPath", { id: `${id}-clip` }, drawn("rect", area)), ...axisMarks(spec), marks, ...rampMarks(spec, id),
+    drawn("clipPath", { id: `${id}-clip` }, drawn("rect", area)), ...axisMarks(spec), marks, ...(spec.over?.(spec) ?? []), ...rampMarks(spec, id),
     drawn("rect", { ...area, class: "area", fill: "none", "pointer-events": "all" }));
   box.replaceChildren(...(spec.grid ? [gridPicture(spec)] : []), svg);
   if (first) connectChart(box);
   return box;
 }
 
-/** @type {(range: number[], from: number, to: number) => (value: number) => number} */
-const along = ([start, end], from, to) => (value) => from + ((value - start) / (end - start)) * (to - from);
+/** @type {(range: number[], from: number, to: number, share?: (value: number) => number) => (value: number) => number} */
+const along = ([start, end], from, to, share = (value) => (value - start) / (end - start)) => (value) => from + share(value) * (to - from);
 
 /**
  * Puts other frames over a chart that is drawn.
@@ -72,8 +70,8 @@ function gridPicture(spec) {
   const { grid, area, toX, toY } = spec;
   const [rows, columns] = [grid.z.length, grid.z[0]?.length ?? 0];
   const canvas = el("canvas", { "aria-hidden": "true" });
-  const [left, right] = [toX(-0.5), toX(columns - 0.5)];
-  const [top, bottom] = [toY(-0.5), toY(rows - 0.5)];
+  const [left, right] = (grid.across ?? [-0.5, columns - 0.5]).map(toX);
+  const [top, bottom] = (grid.down ?? [-0.5, rows - 0.5]).map(toY);
   if (grid.gap) paintApart(canvas, grid, right - left, bottom - top);
   else paintCells(canvas, grid, rows, columns);
   const fine = right - left < columns;
@@ -90,7 +88,7 @@ const blank = (value) => value === null || Number.isNaN(value);
 /** A pixel for each cell. */
 function paintCells(canvas, grid, rows, columns) {
   [canvas.width, canvas.height] = [columns, rows];
-  const colours = palette(grid.stops);
+  const [colours, lost] = [palette(grid.stops), grid.lost ? pixel(...hex(grid.lost)) : 0];
   const image = new ImageData(columns, rows);
   const pixels = new Uint32Array(image.data.buffer);
   const scale = grid.high > grid.low ? 255 / (grid.high - grid.low) : 0;
@@ -99,7 +97,7 @@ function paintCells(canvas, grid, rows, columns) {
       const value = line[column];
       if (value === null || value !== value) continue;  // none, or NaN
       const step = (value - grid.low) * scale + 0.5;
-      pixels[row * columns + column] = colours[step < 0 ? 0 : step > 255 ? 255 : step | 0];
+      pixels[row * columns + column] = value === Infinity && lost ? lost : colours[step < 0 ? 0 : step > 255 ? 255 : step | 0];
     }
   });
   canvas.getContext("2d").putImageData(image, 0, 0);
@@ -183,8 +181,9 @@ export function roundTicks(low, high, count = 5) {
   const found = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) {
     const value = n * step;
-    const text = step < 1e-4 ? value.toExponential(0) : value.toFixed(digits);
-    found.push([value, (Number(text) === 0 ? "0" : text).replaceAll("-", "−")]);
+    const text = step < 1e-4 ? Number(value.toPrecision(2)).toExponential()
+      : value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    found.push([Number(value.toPrecision(12)), (Math.abs(value) < step / 2 ? "0" : text).replaceAll("-", "−")]);
   }
   return found;
 }
@@ -201,14 +200,32 @@ function barMarks({ bars = [], toX, toY }) {
 
 /** @param {ChartSpec} spec */
 function lineMarks({ lines = [], toX, toY }) {
-  return lines.flatMap(({ points, colour, width = 1.6, dash, dots }) => {
+  return lines.flatMap(({ points, colour, width = 1.6, dash, dots, more = {} }) => {
     let text = "";
     points.forEach(([x, y], place) => {
       if (!blank(y)) text += `${place && !blank(points[place - 1][1]) ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`;
     });
-    const drawnLine = drawn("path", { d: text, fill: "none", stroke: css(colour), "stroke-width": width, ...(dash ? { "stroke-dasharray": dash } : {}) });
+    const drawnLine = drawn("path", { d: text, fill: "none", stroke: css(colour), "stroke-width": width, ...(dash ? { "stroke-dasharray": dash } : {}), ...more });
     const ends = dots ? points.filter(([, y]) => !blank(y)) : [];
     return [drawnLine, ...ends.map(([x, y]) => drawn("circle", { cx: toX(x), cy: toY(y), r: 2, fill: css(colour) }))];
+  });
+}
+
+/**
+ * Areas between two lines, broken where one has no place.
+ * @param {ChartSpec} spec
+ */
+function areaMarks({ areas = [], toX, toY }) {
+  return areas.flatMap(({ points, colour, opacity }) => {
+    const parts = [[]];
+    for (const point of points) {
+      if (point.every(Number.isFinite)) parts.at(-1).push(point);
+      else parts.push([]);
+    }
+    const edge = (part, place) => part.map((point) => `${toX(point[0]).toFixed(1)} ${toY(point[place]).toFixed(1)}`).join("L");
+    return parts.filter(({ length }) => length).map((part) => drawn("path", {
+      d: `M${edge(part, 2)}L${edge(part.toReversed(), 1)}Z`, fill: css(colour), "fill-opacity": opacity,
+    }));
   });
 }
 
@@ -257,9 +274,10 @@ function wordMarks({ words = [], toX, toY }) {
 function frameMarks({ frames = [], toX, toY }) {
   return frames.flatMap(({ x0, x1, y0, y1, width = 2.5, plain }) => {
     const [left, right, top, bottom] = [toX(x0), toX(x1), ...[toY(y0), toY(y1)].sort((a, b) => a - b)];
-    const place = { x: left, y: top, width: right - left, height: bottom - top, fill: "none" };
+    // A path, because a rectangle without a width is not drawn.
+    const place = { d: `M${left} ${top}H${right}V${bottom}H${left}Z`, fill: "none" };
     const strokes = plain ? [["--mark", width]] : [["--panel", width + 3.5], ["--ink", width]];
-    return strokes.map(([colour, thick]) => drawn("rect", { ...place, stroke: css(colour), "stroke-width": thick }));
+    return strokes.map(([colour, thick]) => drawn("path", { ...place, stroke: css(colour), "stroke-width": thick }));
   });
 }
 

@@ -2,10 +2,6 @@
 
 import { $ } from "./dom.js";
 
-
-
-
-
 /** The bytes in a text of gzip within base64. */
 async function unpack(text) {
   const letters = atob(text);

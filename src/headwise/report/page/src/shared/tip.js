@@ -2,10 +2,6 @@
 
 import { $, el } from "./dom.js";
 
-
-
-
-
 /** Shows lines of [name, code or null, tail] beside the pointer. */
 export function showTip(event, lines) {
   const tip = $("tip");

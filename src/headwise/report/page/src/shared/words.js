@@ -2,10 +2,6 @@
 
 import { el } from "./dom.js";
 
-
-
-
-
 export const whole = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, ",");
 export const counted = (value, word) => `${whole(value)} ${word}${value === 1 ? "" : "s"}`;
 export const percent = (value) => `${Math.round(value * 100)}\u202f%`;
@@ -17,5 +13,12 @@ export const shortened = (text, most) => ([...text].length > most ? `${[...text]
 /** Text whose `_{…}` are subscripts. */
 export const subscripts = (text) => text.split(/_\{([^}]*)\}/).map((part, index) => (index % 2 ? el("sub", {}, part) : part));
 export const unitName = (column) => (["nats", "tokens"].includes(column?.unit) ? ` ${column.unit}` : "");
-export const headName = (row) => `Layer ${row.layer}, head ${row.head}`;
-export const headShort = (row) => `${row.layer}.${row.head}`;
+/** The name of a head: `L5H3`. */
+export const headName = ({ layer, head }) => `L${layer}H${head}`;
+export const headInWords = ({ layer, head }) => `layer ${layer}, head ${head}`;
+
+/** The layer and the head that `L5H3`, or `5.3`, names; undefined of anything else. */
+export function parseHead(text) {
+  const [, layer, head] = text.match(/^(?:l(\d+)h(\d+))$/i) ?? text.match(/^(\d+)\.(\d+)$/) ?? [];
+  return layer === undefined ? undefined : { layer: Number(layer), head: Number(head) };
+}

@@ -1,21 +1,17 @@
 // Choosing: a head and a step, a statistic, an alarm; then what follows from it is drawn anew.
 
 import { $, check, el } from "../shared/dom.js";
-import { headName, headShort } from "../shared/words.js";
+import { headName, parseHead } from "../shared/words.js";
 import { drawCurve } from "./curve.js";
 import { drawChoice, drawHeat } from "./heat.js";
 import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, heads, runs, shown, state, statisticOf } from "./run.js";
 import { canLog, scaleOf, shownText, stepText } from "./scale.js";
 import { drawFigures, drawHeadAlarms } from "./tables.js";
 
-
-
-
-
 /** Keeps the choice in the address. */
 export function remember() {
   const { columns } = shown();
-  const found = new URLSearchParams({ statistic: state.statistic, head: headShort(heads[state.head]) });
+  const found = new URLSearchParams({ statistic: state.statistic, head: headName(heads[state.head]) });
   if (state.step !== Infinity) found.set("step", String(columns[chosenColumn(columns)].first));
   if (state.layer >= 0) found.set("layer", String(state.layer));
   if (runs.length > 1) found.set("run", state.run === DIFFERENCE ? state.run : RUN_NAMES[state.run]);
@@ -29,7 +25,8 @@ export function follow(hash) {
   const found = new URLSearchParams(hash.slice(1));
   if (!statisticOf(found.get("statistic"))) return;
   Object.assign(state, { statistic: found.get("statistic"), step: Infinity, layer: -1, scale: "" });
-  const head = heads.findIndex((one) => headShort(one) === found.get("head"));
+  const named = parseHead(found.get("head") ?? "");
+  const head = heads.findIndex((one) => one.layer === named?.layer && one.head === named.head);
   if (head >= 0) state.head = head;
   if (/^\d+$/.test(found.get("step") ?? "")) state.step = Number(found.get("step"));
   if (/^\d+$/.test(found.get("layer") ?? "") && data.layers[found.get("layer")]) state.layer = Number(found.get("layer"));
@@ -71,7 +68,7 @@ function drawHead() {
   $("bar-head").textContent = headName(heads[state.head]);
   $("head-title").textContent = headName(heads[state.head]);
   $("head-module").textContent = heads[state.head].module || "the model itself";
-  drawCurve();
+  drawCurve(choose);
   drawFigures();
   drawHeadAlarms();
   remember();
@@ -85,7 +82,7 @@ export function drawAll() {
   $("scale").hidden = !canLog(statistic);
   $("layer").value = String(state.layer);
   $("what").replaceChildren(el("b", {}, `${statistic.title}${state.run === DIFFERENCE ? ", B − A" : ""}. `), statistic.meaning);
-  drawHeat();
+  drawHeat(choose);
   drawHead();
 }
 

@@ -1,18 +1,13 @@
 // Heads by steps: a picture on a canvas, with axes, alarms and the choice drawn over it.
 
+import { chart, reframe } from "../shared/chart.js";
 import { $, css, el } from "../shared/dom.js";
-import { VIRIDIS, drawn, hex, palette, pixel } from "../shared/draw.js";
+import { VIRIDIS, drawn } from "../shared/draw.js";
 import { hideTip, showTip } from "../shared/tip.js";
-import { counted, headName, headShort } from "../shared/words.js";
-import { TRIANGLE, alarmPaths, alarmText, entry, line, stepAxis, symbol, words } from "./marks.js";
+import { counted, headName } from "../shared/words.js";
+import { TRIANGLE, alarmPaths, alarmText, entry, symbol } from "./marks.js";
 import { DIFFERENCE, chosenColumn, columnAt, data, heads, isShare, reach, runs, shown, shownAlarms, state, statisticOf } from "./run.js";
-import { bounds, scaleOf, scaler, shownText, signedScaler, signedText, stepText, unitText, written } from "./scale.js";
-
-
-
-
-
-const heat = { left: 46, top: 6, bottom: 40, right: 10, picture: null };
+import { bounds, scaleOf, scaler, shownText, signedScaler, signedText, stepText, stepTicks, unitText, written } from "./scale.js";
 
 /** How figures become colours: `{ share, colours, low, high, log }`. */
 function colouring(statistic) {
@@ -76,97 +71,92 @@ function together(values, from, to, largest) {
   return count === 0 ? NaN : largest ? found : found / count;
 }
 
-/** Fills the picture, a pixel a column and head. */
-function paint(canvas, statistic, { share, stops }) {
+/** The cells of the picture, as shares of the scale: one for each head and pixel. `most` columns share a pixel. */
+function cellsOf(statistic, share, wide) {
   const { columns, values } = shown();
   const [from, to] = shownHeads();
-  const under = columnsUnder(columns, canvas.width, reach());
-  const [colours, lost] = [palette(stops), pixel(...hex(css("--bad")))];
+  const under = columnsUnder(columns, wide, reach());
   const largest = statistic.kind === "maximum" && state.run !== DIFFERENCE;
-  const image = new ImageData(canvas.width, to - from);
-  const pixels = new Uint32Array(image.data.buffer);
-  for (let head = from; head < to; head++) {
-    for (let x = 0; x < canvas.width; x++) {
-      if (under[x] === null) continue;
-      const [first, end] = under[x];
-      const start = head * columns.length;
-      const value = end - first === 1 ? values[start + first] : together(values, start + first, start + end, largest);
-      if (Number.isNaN(value)) continue;
-      pixels[(head - from) * canvas.width + x] = value === Infinity ? lost : colours[Math.max(0, Math.min(255, Math.round(share(value) * 255)))];
-    }
-  }
-  canvas.height = to - from;
-  canvas.getContext("2d").putImageData(image, 0, 0);
-  return Math.max(...under.map((some) => (some ? some[1] - some[0] : 0)));
+  const z = Array.from({ length: to - from }, (_, row) => {
+    const start = (from + row) * columns.length;
+    return Float32Array.from(under, (some) => {
+      if (some === null) return NaN;
+      const value = some[1] - some[0] === 1 ? values[start + some[0]] : together(values, start + some[0], start + some[1], largest);
+      return value === Infinity ? Infinity : share(value);
+    });
+  });
+  return { z, most: Math.max(...under.map((some) => (some ? some[1] - some[0] : 0))) };
 }
 
-/** Draws the picture and all that lies over it. */
-export function drawHeat() {
-  const [box, statistic] = [$("heat"), statisticOf()];
+/** Draws every head by steps; `choose` is called with a head and a column. */
+export function drawHeat(choose) {
+  const statistic = statisticOf();
   const [from, to] = shownHeads();
-  const wide = box.clientWidth - heat.left - heat.right;
+  const width = $("heat").clientWidth;
+  const margin = { l: 46, r: 10, t: 6, b: 40 };
+  const wide = width - margin.l - margin.r;
   const tall = Math.max(1, Math.min(26, Math.round(430 / (to - from))));
-  const canvas = el("canvas", { "aria-hidden": "true" });
-  canvas.width = Math.max(1, Math.round(wide * devicePixelRatio));
   const colour = colouring(statistic);
-  const most = paint(canvas, statistic, colour);
-  canvas.style.cssText = `left:${heat.left}px;top:${heat.top}px;width:${wide}px;height:${tall * (to - from)}px;image-rendering:pixelated`;
-  Object.assign(heat, { wide, tall, from, to, axis: reach() });
-  const svg = drawn("svg", { height: heat.top + tall * (to - from) + heat.bottom, role: "presentation" },
-    ...headAxis(), ...stepAxis(heat.left, heat.top + tall * (to - from), wide, heat.axis));
-  svg.append(drawn("g", { id: "heat-choice" }), drawn("g", { id: "heat-marks" }, ...alarmPaths(heatAlarms())));
-  box.replaceChildren(canvas, svg);
-  box.setAttribute("aria-label", `${statistic.title} of ${counted(to - from, "head")} over steps; the table of figures has those of the chosen head`);
+  const { z, most } = cellsOf(statistic, colour.share, Math.max(1, Math.round(wide * devicePixelRatio)));
+  const at = ({ x, row }) => ({ head: row, column: columnAt(shown().columns, x) });
+  chart("heat", {
+    width, height: tall * (to - from) + margin.t + margin.b, margin,
+    x: { range: reach(), title: "step", ticks: stepTicks(reach(), wide) },
+    y: { range: [to - 0.5, from - 0.5], title: tall < 12 ? "layer" : "", ticks: headTicks(from, to, tall) },
+    grid: { z, low: 0, high: 1, stops: colour.stops, lost: css("--bad"), across: reach(), down: [from - 0.5, to - 0.5] },
+    frames: choiceFrames(from, to, tall), over: heatAlarms,
+    hover: (event, place) => {
+      const { head, column } = at(place);
+      if (column >= 0) showTip(event, cellTip(head, column)); else hideTip();
+    },
+    click: (place) => {
+      const { head, column } = at(place);
+      if (column >= 0) choose(head, column);
+    },
+  }).setAttribute("aria-label", `${statistic.title} of ${counted(to - from, "head")} over steps; the table of values has those of the chosen head`);
   $("pooled").textContent = most > 1 ? `Here up to ${most} columns share a pixel: ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "the largest" : "their mean"} is shown.` : "";
   drawRamp(colour);
-  drawChoice();
 }
-
-const stepX = (step) => heat.left + ((step - heat.axis[0]) / (heat.axis[1] - heat.axis[0] || 1)) * heat.wide;
-const headY = (head) => heat.top + (head - heat.from + 0.5) * heat.tall;
 
 /** The names of heads, or of layers where heads are too thin for one each. */
-function headAxis() {
-  const marks = [];
-  if (heat.tall >= 12) {
-    for (let head = heat.from; head < heat.to; head++) marks.push(words(heat.left - 6, headY(head) + 4, "end", headShort(heads[head])));
-    return marks;
+function headTicks(from, to, tall) {
+  if (tall >= 12) return Array.from({ length: to - from }, (_, row) => [from + row, headName(heads[from + row])]);
+  const ticks = [];
+  let [first, shownAt] = [0, -Infinity];
+  for (const [layer, [, count]] of data.layers.entries()) {
+    const middle = first + (count - 1) / 2;
+    if (first >= from && first < to && (middle - shownAt) * tall >= 13) ticks.push([shownAt = middle, String(layer)]);
+    first += count;
   }
-  let [shownAt, previous] = [-Infinity, -1];
-  for (let head = heat.from; head < heat.to; head++) {
-    if (heads[head].layer === previous) continue;
-    previous = heads[head].layer;
-    const edge = headY(head) - heat.tall / 2;
-    marks.push(line(heat.left - 4, edge, heat.left, edge, "grid"));
-    const middle = edge + (data.layers[previous][1] * heat.tall) / 2;
-    if (middle - shownAt >= 13) marks.push(words(heat.left - 6, (shownAt = middle) + 4, "end", String(previous)));
-  }
-  const height = heat.tall * (heat.to - heat.from);
-  const turned = words(0, 0, "middle", "layer");
-  turned.setAttribute("transform", `translate(12 ${heat.top + height / 2}) rotate(-90)`);
-  return [...marks, turned];
+  return ticks;
 }
 
-function heatAlarms() {
-  return shownAlarms().filter(({ head }) => head >= heat.from && head < heat.to)
-    .map((alarm) => ({ alarm, at: [stepX(alarm.step), headY(alarm.head)] }));
+/** @param {ChartSpec} spec */
+function heatAlarms({ toX, toY }) {
+  const [from, to] = shownHeads();
+  const points = shownAlarms().filter(({ head }) => head >= from && head < to).map((alarm) => ({ alarm, at: [toX(alarm.step), toY(alarm.head)] }));
+  return [drawn("g", { id: "heat-marks" }, ...alarmPaths(points))];
 }
 
-/** The frame round the chosen head, and the line at the chosen step. */
-export function drawChoice() {
-  const group = $("heat-choice");
-  if (!group) return;
+/**
+ * The frame around the chosen head, and the line at the chosen step.
+ * @returns {Frame[]}
+ */
+function choiceFrames(from, to, tall) {
   const { columns } = shown();
-  const x = stepX(columns[chosenColumn(columns)].middle);
-  const bottom = heat.top + heat.tall * (heat.to - heat.from);
-  group.replaceChildren(line(x, heat.top, x, bottom, "now"));
-  if (state.head < heat.from || state.head >= heat.to) return;
-  const height = Math.max(heat.tall, 4);
-  for (const [colour, width] of [["--panel", 4.5], ["--ink", 2]]) {
-    group.append(drawn("rect", {
-      x: heat.left - 1, width: heat.wide + 2, y: headY(state.head) - height / 2, height, fill: "none", stroke: css(colour), "stroke-width": width,
-    }));
-  }
+  const x = columns[chosenColumn(columns)].middle;
+  const [[left, right], half] = [reach(), Math.max(0.5, 2 / tall)];
+  /** @type {Frame[]} */
+  const frames = [{ x0: x, x1: x, y0: from - 0.5, y1: to - 0.5, plain: true, width: 1.5 }];
+  if (state.head >= from && state.head < to) frames.push({ x0: left, x1: right, y0: state.head - half, y1: state.head + half, width: 2 });
+  return frames;
+}
+
+/** Draws the choice over the picture that is there. */
+export function drawChoice() {
+  const [from, to] = shownHeads();
+  const { area } = $("heat").chart;
+  reframe("heat", choiceFrames(from, to, area.height / (to - from)));
 }
 
 /** The legend of the picture: what its colours stand for. */
@@ -193,17 +183,6 @@ function drawRamp({ low, high, log, stops }) {
   ].filter(Boolean));
 }
 
-/** The head and the column under the pointer; null outside. */
-function under(event) {
-  const box = $("heat").getBoundingClientRect();
-  const [x, y] = [event.clientX - box.left - heat.left, event.clientY - box.top - heat.top];
-  const head = heat.from + Math.floor(y / heat.tall);
-  if (x < 0 || x > heat.wide || head < heat.from || head >= heat.to || y < 0) return null;
-  const step = heat.axis[0] + (x / heat.wide) * (heat.axis[1] - heat.axis[0]);
-  const column = columnAt(shown().columns, step);
-  return column < 0 ? null : { head, column };
-}
-
 /** What a tip says of a head at a column. */
 export function cellTip(head, column) {
   const [{ columns, values }, statistic] = [shown(), statisticOf()];
@@ -214,18 +193,8 @@ export function cellTip(head, column) {
   return [...lines, ...alarms.map((alarm) => ["Alarm:", null, alarmText(alarm)])];
 }
 
-/** Connects the picture and the keys; `choose` is called with a head and a column. */
-export function connectHeat(choose) {
-  const box = $("heat");
-  box.addEventListener("pointermove", (event) => {
-    const at = under(event);
-    if (at) showTip(event, cellTip(at.head, at.column)); else hideTip();
-  });
-  box.addEventListener("pointerleave", hideTip);
-  box.addEventListener("click", (event) => {
-    const at = under(event);
-    if (at) choose(at.head, at.column);
-  });
+/** Connects the keys of both charts; `choose` is called with a head and a column. */
+export function connectKeys(choose) {
   for (const id of ["heat", "curve"]) $(id).addEventListener("keydown", (event) => keyed(event, choose));
 }
 

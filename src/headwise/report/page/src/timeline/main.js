@@ -5,15 +5,10 @@ import { $, dark, el, showError, switches } from "../shared/dom.js";
 import { hideTip } from "../shared/tip.js";
 import { counted, whole } from "../shared/words.js";
 import { choose, drawAll, follow, showAlarm, showStatistic } from "./choice.js";
-import { connectCurve } from "./curve.js";
-import { connectHeat, shownHeads } from "./heat.js";
+import { connectKeys, shownHeads } from "./heat.js";
 import { keepReading } from "./reread.js";
 import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, everyAlarm, heads, prepareRuns, runs, state, statisticOf } from "./run.js";
 import { connectTables, drawAlarms } from "./tables.js";
-
-
-
-
 
 function drawSwitches() {
   switches($("statistics"), "statistic", data.statistics.map(({ key, short, title }) => [key, short, title]), state.statistic, showStatistic);
@@ -62,8 +57,7 @@ function beginning() {
 }
 
 function connect() {
-  connectHeat(choose);
-  connectCurve(choose);
+  connectKeys(choose);
   connectTables(showStatistic, showAlarm);
   const turn = (by) => choose((state.head + by + heads.length) % heads.length, chosenColumn());
   $("previous-head").addEventListener("click", () => turn(-1));

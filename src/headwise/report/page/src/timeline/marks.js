@@ -1,27 +1,9 @@
-// What both charts draw with: axes, marks.
+// What both charts mark, and their legends.
 
 import { el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
 import { state } from "./run.js";
-import { tickText, ticks, written } from "./scale.js";
-
-
-
-
-
-export const line = (x1, y1, x2, y2, kind) => drawn("line", { x1, y1, x2, y2, class: kind });
-export const words = (x, y, anchor, text) => drawn("text", { x, y, "text-anchor": anchor }, text);
-
-/** The axis of steps below a chart: a tick wherever there is room for its number. */
-export function stepAxis(left, top, wide, [low, high]) {
-  const found = ticks(Math.max(low, 0), high, Math.max(2, Math.min(10, Math.floor(wide / 75))));
-  const at = (step) => left + ((step - low) / (high - low || 1)) * wide;
-  const inside = found.filter((step) => Number.isInteger(step) && at(step) <= left + wide + 1);
-  return [
-    ...inside.flatMap((step) => [line(at(step), top, at(step), top + 4, "grid"), words(at(step), top + 17, "middle", tickText(step))]),
-    words(left + wide / 2, top + 33, "middle", "step"),
-  ];
-}
+import { written } from "./scale.js";
 
 /** Triangles as one path a kind; alarms of other statistics than the one shown are small and hollow. */
 export function alarmPaths(points) {

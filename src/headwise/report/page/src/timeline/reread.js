@@ -4,10 +4,6 @@ import { $ } from "../shared/dom.js";
 import { remember } from "./choice.js";
 import { data } from "./run.js";
 
-
-
-
-
 const LONGEST = 300;  // seconds between two readings of a file that does not change
 let touched = 0;      // when somebody last did something here
 

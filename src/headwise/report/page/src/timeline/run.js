@@ -2,10 +2,6 @@
 
 import { numbers } from "../shared/codec.js";
 
-
-
-
-
 export const DIFFERENCE = "difference";
 export const state = { statistic: "", head: 0, step: Infinity, layer: -1, run: "0", scale: "" };
 /** @type {Run[] & { both?: { columns: Steps[], pairs: number[][], values: Map<string, Float32Array> } }} */

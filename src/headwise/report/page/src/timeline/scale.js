@@ -1,11 +1,8 @@
 // How values are written, and the scales that they are drawn on.
 
+import { roundTicks } from "../shared/chart.js";
 import { whole } from "../shared/words.js";
 import { DIFFERENCE, data, isShare, runs, state } from "./run.js";
-
-
-
-
 
 /** A figure as people read it. */
 export function written(value) {
@@ -76,25 +73,25 @@ export function signedScaler(end, one, log) {
   return (value) => 0.5 + 0.5 * Math.sign(value) * size(Math.abs(value));
 }
 
-/** Round numbers from `low` to `high`, about so many. */
-export function ticks(low, high, many, log = false) {
-  if (log) {
-    const decades = Math.log10(high / low);
-    const steps = decades > many ? [1] : decades > many / 3 ? [1, 3] : [1, 2, 5];
-    const every = Math.max(1, Math.round(decades / many));
-    const found = [];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
-      if (power % every === 0) found.push(...steps.map((step) => step * 10 ** power));
-    }
-    const inside = found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
-    return inside.length > 1 ? inside : ticks(low, high, many);
-  }
-  const rough = (high - low) / many || 1;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((one) => one * power >= rough * 0.999);
+/** Ticks of a scale from `low` to `high`, about so many. */
+export function valueTicks(low, high, many, log = false) {
+  if (!log) return roundTicks(low, high, many);
+  const decades = Math.log10(high / low);
+  const steps = decades > many ? [1] : decades > many / 3 ? [1, 3] : [1, 2, 5];
+  const every = Math.max(1, Math.round(decades / many));
   const found = [];
-  for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(Number(value.toPrecision(12)));
-  return found;
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    if (power % every === 0) found.push(...steps.map((step) => step * 10 ** power));
+  }
+  const inside = found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+  return inside.length > 1 ? inside.map((value) => [value, written(value)]) : roundTicks(low, high, many);
 }
 
-export const tickText = (value) => (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-4) ? value.toExponential(0) : value.toLocaleString("en-GB", { maximumSignificantDigits: 6 })).replace("-", "−");
+/**
+ * Ticks of the axis of steps, so many pixels wide: one wherever there is room for its number.
+ * @param {number[]} reach
+ * @param {number} wide
+ */
+export function stepTicks([low, high], wide) {
+  return roundTicks(Math.max(low, 0), high, Math.max(2, Math.min(10, Math.floor(wide / 75)))).filter(([step]) => Number.isInteger(step));
+}

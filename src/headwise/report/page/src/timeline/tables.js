@@ -1,14 +1,10 @@
 // Figures of the chosen head at the chosen step, and alarms.
 
 import { $, el } from "../shared/dom.js";
-import { counted, headName, headShort, whole } from "../shared/words.js";
+import { counted, headName, whole } from "../shared/words.js";
 import { alarmText } from "./marks.js";
 import { RUN_NAMES, chosenColumn, columnAt, data, difference, everyAlarm, heads, runs, shown, state } from "./run.js";
 import { errorText, signedText, stepText, written } from "./scale.js";
-
-
-
-
 
 const MOST_ALARMS = 200;
 
@@ -73,7 +69,7 @@ export function drawAlarms() {
   $("alarms").tBodies[0].replaceChildren(...all.slice(0, MOST_ALARMS).map((alarm) => {
     const button = el("button", { type: "button", "aria-label": `Step ${whole(alarm.step)}, ${headName(heads[alarm.head])}` }, whole(alarm.step));
     return el("tr", {}, el("th", { scope: "row" }, button), ...(runs.length > 1 ? [el("td", {}, RUN_NAMES[alarm.number])] : []),
-      el("td", { title: heads[alarm.head].module }, headShort(heads[alarm.head])), el("td", {}, `${alarm.statistic} ${written(alarm.value)}`),
+      el("td", { title: heads[alarm.head].module }, headName(heads[alarm.head])), el("td", {}, `${alarm.statistic} ${written(alarm.value)}`),
       el("td", { class: "words" }, alarm.rule));
   }));
 }
