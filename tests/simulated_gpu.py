@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 import headwise
+from headwise.capture import serve
 from headwise.core import call as calls
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops, triton_api
@@ -351,6 +352,7 @@ def simulated() -> Iterator[Count]:
             def patch(*change: Any) -> None:
                 stack.enter_context(mock.patch.object(*change))
 
+            patch(serve, "_PLAIN", plain)
             for module in (calls, torch_ops):
                 patch(module, "_PLAIN", plain)
                 patch(module, "_len_torch_dispatch_stack", lambda: 0)

@@ -193,7 +193,7 @@ def test_without_statistics_it_is_about_the_call_alone() -> None:
 def test_faults_are_named() -> None:
     with pytest.raises(ValueError, match=r"explain\(…, <class .*did you mean Entropy\(\)"):
         hw.explain(*qkv(), hw.Entropy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'sdpa' cannot serve this call: softcap"):
+    with pytest.raises(ValueError, match="'sdpa' cannot run this call: softcap"):
         hw.explain(*qkv(), softcap=2.0, backend="sdpa")
     with pytest.raises(ValueError, match="one token per key"):
         hw.explain(*qkv(), hw.Mass(hw.SameToken(torch.zeros(T, dtype=torch.long))))

@@ -104,7 +104,7 @@ def test_the_choice_follows_the_graph_and_the_name() -> None:
             assert out.requires_grad == needs_grad
             with torch.no_grad():
                 assert not hw.attend(x, k, v, mask=hw.Causal()).requires_grad
-        with pytest.raises(ValueError, match="'sdpa' cannot serve this call"):
+        with pytest.raises(ValueError, match="'sdpa' cannot run this call"):
             hw.attend(q, k, v, softcap=2.0, backend="sdpa")
         hw.attend(q, k, v, softcap=2.0)
 

@@ -6,6 +6,7 @@ in time is for benchmarks on a real one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,28 @@ def test_what_is_observed_and_not_read(gpu: Count, queries: int | None) -> None:
     name = "triton forward, LSE known" if queries is None else "triton sampled"
     assert name in dict(gpu.kernels), "the fused kernel gives it"
     assert not gpu.waits, str(gpu)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "padded"])
+def test_one_launch_with_the_native_backend_by_name(gpu: Count, name: str) -> None:
+    """Output and statistics come from the same kernel, with the numbers of the definition."""
+    q, k, v = qkv()
+    mask = {"none": None, "causal": hw.Causal(), "padded": padded()}[name]
+    for _ in range(2):
+        gpu.clear()
+        out = hw.attend(q, k, v, mask=mask, backend="native")
+        assert [kernel for kernel, _ in gpu.kernels] == ["triton forward"], str(gpu)
+        gpu.clear()
+        seen = hw.observe(q, k, v, hw.LSE(), *SIX, mask=mask, backend="native")
+        kept = ["clone"] if name == "padded" else []  # of the lengths, which may change in place
+        assert [kernel for kernel, _ in gpu.kernels] == ["triton forward", *kept], str(gpu)
+        assert not gpu.waits, str(gpu)
+    assert torch.equal(out.cpu(), seen.out.cpu())
+    on_cpu = hw.Causal() & hw.Padding(lengths().cpu()) if name == "padded" else mask
+    there = [x.cpu().float() for x in (q, k, v)]
+    want = hw.observe(*there, *SIX, mask=on_cpu, backend="eager")
+    for metric in METRICS:
+        torch.testing.assert_close(seen[metric].cpu(), want[metric], rtol=1e-3, atol=1e-3)
 
 
 def test_sampled_queries_have_the_numbers_of_the_cpu(gpu: Count) -> None:
@@ -234,6 +257,27 @@ def test_a_watched_layer(
     _, three, waits = watched(gpu, name, 3, padding, **options)
     assert waits == (4 if padding else 0), str(gpu)
     assert three - two <= most, str(gpu)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_accelerated_layer(gpu: Count, name: str) -> None:
+    """Where headwise's kernel runs in place of PyTorch's, statistics cost no launch of their own."""
+    with torch.device("cuda"):
+        model, ids = MODELS[name](2).eval(), torch.zeros(2, 24, dtype=torch.long)
+    counted: dict[str, Counter[str]] = {}
+    with torch.no_grad(), hw.accelerate(model) as account:
+        for _ in range(2):
+            gpu.clear()
+            model(ids, use_cache=False)
+            counted["plain"] = Counter(kernel for kernel, _ in gpu.kernels)
+            gpu.clear()
+            with hw.watch(model, *SIX) as seen:
+                model(ids, use_cache=False)
+            counted["watched"] = Counter(kernel for kernel, _ in gpu.kernels)
+    assert counted["plain"]["triton forward"] == 2, str(account)
+    assert counted["watched"] == counted["plain"], str(gpu)
+    assert not account.left, str(account)
+    assert len(seen.table()) > 0
 
 
 @pytest.mark.parametrize("layers", [2, 3])

@@ -12,6 +12,8 @@ from .sdpa import Sdpa
 
 BACKENDS: tuple[Backend, ...] = (Native(), Sdpa(), Blocked(), Eager())
 
+_BY_NAME = {backend.name: backend for backend in (*BACKENDS, Native(own_output=True))}
+
 __all__ = [
     "BACKENDS",
     "Backend",
@@ -63,10 +65,10 @@ def _choose(call: Call, name: str) -> Backend:
             left_out = backend.name == "native" and not call.dropout and slower(call)
             if not backend.refuse(call) and not left_out:
                 return backend
-    backend = next((b for b in BACKENDS if b.name == name), BACKENDS[-1])
+    backend = _BY_NAME[name]
     if reasons := backend.refuse(call):
         raise ValueError(
-            f"backend={name!r} cannot serve this call: {'; '.join(reasons)}. "
+            f"backend={name!r} cannot run this call: {'; '.join(reasons)}. "
             f"It never falls back; choose another, or backend='auto'."
         )
     return backend
@@ -74,7 +76,6 @@ def _choose(call: Call, name: str) -> Backend:
 
 def check_name(name: str) -> None:
     """Raise ValueError for an unknown backend."""
-    names = ["auto", *(b.name for b in BACKENDS)]
-    if name not in names:
-        known = ", ".join(map(repr, names))
+    if name != "auto" and name not in _BY_NAME:
+        known = ", ".join(map(repr, ("auto", *_BY_NAME)))
         raise ValueError(f"backend={name!r} is not known; there are {known}.")

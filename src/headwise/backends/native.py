@@ -38,12 +38,16 @@ from .tiles import whole
 class Native(Backend):
     """The kernels of headwise: C++ on CPUs, Triton on CUDA; float32, bfloat16 and float16.
 
-    On CUDA the output of a call without a mask, or with a causal one that is square, is that of
-    PyTorch's fused kernel, which is faster still; the figures come from a pass without values that
-    knows its log-sum-exp.
+    On CUDA PyTorch's fused kernel computes the output of a call without a mask, or with a square
+    causal one, and a pass without values computes the statistics from its log-sum-exp: two
+    launches, and PyTorch's bits. With `own_output`, as when chosen by name, one launch of this
+    kernel computes output and statistics together.
     """
 
     name = "native"
+
+    def __init__(self, own_output: bool = False) -> None:
+        self.own_output = own_output
 
     def refuse(self, call: Call) -> list[str]:
         device = call.q.device.type
@@ -79,7 +83,7 @@ class Native(Backend):
         return reasons
 
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        if _fused(call):
+        if self._by_pytorch(call):
             return Sdpa().run(call, lse_gradient)
         found = self.observe(call, ())
         assert found.out is not None
@@ -87,7 +91,7 @@ class Native(Backend):
         return found.out, found.lse
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        if _fused(call):
+        if self._by_pytorch(call):
             return Sdpa().run(call)
         found = native_ops.output(_problem(call, call.v))
         return self.run(call) if found is None else (found, None)
@@ -99,7 +103,7 @@ class Native(Backend):
         that `run()` would keep, no more: a checkpoint that is computed again without figures must
         find the same.
         """
-        if _fused(call):
+        if self._by_pytorch(call):
             wishes = tuple(wishes)
             out, lse = Sdpa().run(call, gradients and not wishes)
             with nullcontext() if gradients else torch.no_grad():
@@ -116,7 +120,7 @@ class Native(Backend):
         figures have no gradient. `None` where one pass over all queries costs no more: where it
         is this kernel that makes the output, or PyTorch's gives no log-sum-exp.
         """
-        if not _fused(call):
+        if not self._by_pytorch(call):
             return None
         wishes = ("lse", *wishes)
         out, lse = Sdpa().run(call)
@@ -128,6 +132,17 @@ class Native(Backend):
             return None
         some, whole = found
         return Figures(out, lse, *whole[1:]), Figures(None, *some)
+
+    def _by_pytorch(self, call: Call) -> bool:
+        """Return True if PyTorch's fused kernel computes the output: on CUDA, if the mask fits."""
+        if self.own_output or not call.q.is_cuda or call.sinks is not None:
+            return False
+        if call.prepared is None:
+            return _unmasked(call)
+        fused, graph = call.prepared.fused, call.needs_grad
+        if graph not in fused:
+            fused[graph] = _unmasked(call)
+        return fused[graph]
 
     def figures(self, call: Call, wishes: Iterable[str], lse: Tensor | None = None) -> Figures:
         """Return the same without the output; the values are not read.
@@ -181,18 +196,6 @@ def _refuse_on_cuda(call: Call) -> Iterator[str]:
         yield f"heads of float32 wider than {cuda.WIDEST_EXACT} ({wide})"
     if call.dropout:
         yield "the kernel for GPUs has no dropout"
-
-
-def _fused(call: Call) -> bool:
-    """Return True if PyTorch's fused kernel makes the output: on CUDA, where the mask allows it."""
-    if not call.q.is_cuda or call.sinks is not None:
-        return False
-    if call.prepared is None:
-        return _unmasked(call)
-    fused, graph = call.prepared.fused, call.needs_grad
-    if graph not in fused:
-        fused[graph] = _unmasked(call)
-    return fused[graph]
 
 
 def _unmasked(call: Call) -> bool:

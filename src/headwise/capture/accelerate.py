@@ -20,7 +20,7 @@ from .session import ALWAYS, UNNOTICED
 
 @contextmanager
 def accelerate(model: nn.Module) -> Iterator[Accelerated]:
-    """Run a model's attention on headwise's CPU kernel; its numbers stay the same but for rounding.
+    """Run a model's attention on headwise's kernel; its numbers stay the same but for rounding.
 
     Serves `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's transformer
     layers (the fused ones of evaluation too), in training and in evaluation, under autocast, and
@@ -28,6 +28,9 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
     is served where `attend()` would choose the native kernel, which was measured beside PyTorch's;
     every other one goes on as before, and the account says why. On exit, also after an exception,
     everything is as it was. Calls in the thread that accelerates are served.
+
+    On CUDA this is for models that are watched: one launch computes output and statistics, where
+    `watch()` alone launches twice. Rows whose scores are not finite numbers become NaN there.
 
     Run the backward pass of checkpointed activations inside too: it computes them again.
 

@@ -1,7 +1,8 @@
 """Calls of other people's functions that headwise's kernel computes in their place.
 
 A call is served where `attend()` would choose the native kernel, and where that computes just what
-the function was asked for. Everything else goes on as it was, with a reason for the account.
+the function was asked for. Everything else goes on as it was, with a reason for the account. On
+CUDA it is the native kernel by name, which computes output and statistics in one launch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Accelerated:
     def note(self, module: str, function: str, found: Served | str) -> None:
         """Count a call that is served, or is not and why."""
         served = isinstance(found, Served)
-        backend, reason = (choose(found.call, "auto").name, "") if served else (None, found)
+        backend, reason = (found.backend, "") if served else (None, found)
         place = (module, function, backend, reason)
         self.calls[place] = self.calls.get(place, 0) + 1
 
@@ -158,12 +159,12 @@ class Served(OnePass):
         """Compute the heads' outputs."""
         call = self.call
         with as_given(call.q.device) if autocast() else nullcontext():
-            out, lse = choose(call, "auto").output(call.drawn() if call.dropout else call)
+            out, lse = choose(call, self.backend).output(call.drawn() if call.dropout else call)
         return self.finish(out, lse)
 
     def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
         """Return the output, or the function's own where scores are not finite."""
-        if lse is not None:
+        if lse is not None and not lse.is_cuda:  # where reading it would wait
             total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
             if total == math.inf or math.isnan(total):
                 with APART:
@@ -218,7 +219,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
         return str(error)
     backend = choose(call, "auto").name
     if backend == NATIVE or asked.special:
-        return Served(call, "auto", original, strict=False)
+        return Served(call, backend, original, strict=False)
     refused = next(choice.reasons for choice in consider(call) if choice.name == NATIVE)
     return "; ".join(refused) or "PyTorch's kernel was measured faster on CPUs without vector units"
 
@@ -235,7 +236,9 @@ def _odd(asked: Asked) -> str:
     if not torch.backends.cuda.flash_sdp_enabled():
         return "the caller has switched PyTorch's fused kernel off"
     device = asked.q.device.type
-    return "" if device == "cpu" else f"a kernel for CPUs, and this call is on {device}"
+    if device in ("cpu", "cuda"):
+        return ""
+    return f"kernels for CPUs and CUDA, and this call is on {device}"
 
 
 def _lowered(x: Any) -> Any:
