@@ -195,7 +195,7 @@ def by_hand(p: Tensor, valid: Tensor) -> dict[str, Tensor]:
 
 def apart(seen: Any, module: str, p: Tensor, valid: Tensor) -> float:
     """The largest difference between what was seen of a module and P by hand."""
-    rows = [row for row in seen.table() if row["layer"] == module]
+    rows = [row for row in seen.table() if row["module"] == module]
     assert [row["head"] for row in rows] == list(range(p.shape[1]))
     worst = 0.0
     for name, figure in by_hand(p, valid).items():

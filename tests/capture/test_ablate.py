@@ -422,10 +422,10 @@ def test_watching_an_ablated_model(layer: Callable[[], nn.Module]) -> None:
         ablated = model(x)
     with hw.watch(model, hw.OutputNorm()) as outside, ablate(model, {"low": [0, 2]}):
         assert torch.equal(model(x), ablated)
-    norms = {(row["layer"], row["head"]): row["output_norm"] for row in inside.table()}
+    norms = {(row["module"], row["head"]): row["output_norm"] for row in inside.table()}
     assert [h for h in range(HEADS) if norms["low", h] == 0] == [0, 2]
     assert all(norms["high", h] > 0 for h in range(HEADS))
-    whole = {(row["layer"], row["head"]): row["output_norm"] for row in outside.table()}
+    whole = {(row["module"], row["head"]): row["output_norm"] for row in outside.table()}
     assert whole["low", 0] > 0  # what the head gave, before it was taken out
     assert whole["high", 1] == pytest.approx(norms["high", 1])
 
@@ -472,10 +472,17 @@ def run(model: nn.Module, heads: Any, size: int = B, **keywords: Any) -> None:
         ({"low": [0]}, {"reference": HeadOutputs()}, r"zeros need no reference"),
         ({"low": [0]}, {"how": "resample", "size": 1}, r"batch of one"),
         ({"low": [0]}, {"how": "mean", "reference": HeadOutputs()}, r"did not reach 'low'"),
-        ([("low", 2)], {}, r"ablate\(Two, \[\('low', 2\)\], .*heads must be a dict"),
-        ([{"layer": "low", "head": 2}], {}, r"heads must be a dict of modules' names"),
-        ("low", {}, r"such as {'layers\.2\.attn': \[0, 3\]}"),
-        ({0: [1]}, {}, r"heads must be a dict"),
+        ([{"layer": "low", "head": 2}], {}, r"head {'layer': 'low', 'head': 2}: give its layer"),
+        ("low", {}, r"ablate\(Two, 'low', .*head 'low': give its layer and number from 0"),
+        (3, {}, r"head 3: give its layer and number from 0, such as \(2, 9\), 'L2H9'"),
+        (("low", -1), {}, r"head .* give its layer and number"),
+        (
+            "L2H0",
+            {},
+            r"nothing was ablated in layer 2, which did not attend; those that did: ",
+        ),
+        ("L1H5", {}, r"'high' has the heads 0 to 4, and no 5"),
+        ({1.5: [1]}, {}, r"layer 1\.5: give its number from 0"),
         ({"low": [0]}, {"how": "mean", "reference": {"low": 0}}, r"gives, and dict is not"),
     ],
 )
@@ -484,6 +491,37 @@ def test_faults_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run(Two(), heads, **keywords)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        "L1H2",
+        (1, 2),
+        ("high", 2),
+        "high:2",
+        ["L1H2"],
+        [("hi*", 2)],
+        {1: [2]},
+        {"L1": torch.tensor([2])},
+        {"high": (2,), "L1": [2]},
+    ],
+)
+def test_a_head_has_one_address(heads: Any) -> None:
+    model, x = Two(), torch.randn(B, T, E)
+    with ablate(model, {"high": [2]}):
+        expected = model(x)
+    with ablate(model, heads):
+        assert torch.equal(model(x), expected)
+
+
+def test_several_heads_by_their_addresses() -> None:
+    model, x = Two(), torch.randn(B, T, E)
+    with ablate(model, {"low": [0], "high": [1, 2]}):
+        expected = model(x)
+    for heads in (["L0H0", (1, 1), "high:2"], (("low", 0), ("high", 1), ("high", 2))):
+        with ablate(model, heads):
+            assert torch.equal(model(x), expected)
 
 
 def test_a_model_that_is_not_called_is_named() -> None:

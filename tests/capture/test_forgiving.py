@@ -239,7 +239,10 @@ def test_attention_of_is_the_models_own(dtype: torch.dtype) -> None:
         own = model[number].weights.detach()
         assert (whole.shape, whole.dtype, whole.requires_grad) == ((B, H, T, T), dtype, False)
         torch.testing.assert_close(whole, own, **tolerance)
-        torch.testing.assert_close(hw.attention_of(model, x, number), whole)
+        for same in (number, f"L{number}"):
+            torch.testing.assert_close(hw.attention_of(model, x, same), whole)
+        for same in (f"L{number}H2", (number, 2), (layer, 2), f"{layer}:2"):
+            torch.testing.assert_close(hw.attention_of(model, x, same), whole[:, 2])
         torch.testing.assert_close(hw.attention_of(model, (x,), layer, 1), own[:, 1], **tolerance)
         some = hw.attention_of(model, {"input": x}, layer, torch.tensor([2, 0]))
         torch.testing.assert_close(some, own[:, [2, 0]], **tolerance)
@@ -271,7 +274,10 @@ def test_attention_of_a_fused_kernel_is_the_definitions() -> None:
     [
         ("low", 0, r"no such layer; those that attend: '0', '1'"),
         (2, 0, r"layer=2, head=0\): no such layer; those that attend"),
-        (1.5, 0, "layer is a module's name, or its place"),
+        (1.5, 0, r"layer 1\.5: give its number from 0, such as 2 or 'L2', or the name of"),
+        ("L5H0", None, "no such layer; those that attend"),
+        ("L1H0", 1, "the address has a head of its own"),
+        ((0, 3), None, r"'0' has the heads 0 to 2"),
         ("0", 3, r"'0' has the heads 0 to 2"),
         ("0", [0, -1], r"'0' has the heads 0 to 2"),
         ("0", [], r"'0' has the heads 0 to 2"),
@@ -312,20 +318,21 @@ def test_attention_of_says_how_to_get_one_of_several_calls() -> None:
     model, x = Twice(), torch.randn(B, T, H * D)
     with pytest.raises(
         ValueError,
-        match=r"layer='own', head=None\): 'own' is called with different lengths; give the number "
-        r"of one call, layer=1 gives \[2, 3, 7, 7\], layer=2 gives \[2, 3, 5, 5\], or watch and "
-        r"take seen\['own'\]\.calls",
+        match=r"layer='own', head=None\): 'own' is called with different lengths; give one of "
+        r"its calls: nth=0 gives \[2, 3, 7, 7\], nth=1 gives \[2, 3, 5, 5\]; or watch and take "
+        r"seen\['own'\]\.calls",
     ):
         hw.attention_of(model, x, "own")
-    for number, keys in ((1, T), (2, T - 2)):
-        assert hw.attention_of(model, x, number).shape == (B, H, keys, keys)
+    for nth, keys in enumerate((T, T - 2)):
+        assert hw.attention_of(model, x, 0, nth=nth).shape == (B, H, keys, keys)
+    with pytest.raises(ValueError, match="it is called 2 times, and has no call 2"):
+        hw.attention_of(model, x, "own", nth=2)
 
 
-@pytest.mark.parametrize("layer", [0, "lost"])
-def test_attention_of_says_why_a_layer_is_left_out(layer: int | str) -> None:
+def test_attention_of_says_why_a_layer_is_left_out() -> None:
     says = r"'lost' is left out: no product with values was seen of the softmax of \[2, 3, 7, 7\]"
     with pytest.raises(ValueError, match=says):
-        hw.attention_of(Twice(), torch.randn(B, T, H * D), layer)
+        hw.attention_of(Twice(), torch.randn(B, T, H * D), "lost")
 
 
 def test_a_long_text_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +370,7 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
         hw.Mass(hw.Induction(ids)),
         hw.explain(*torch.randn(3, 2, 3, 130, 4), hw.Entropy()),
         hw.check(layer),
-        hw.report.HeadName("attn", 3),
+        hw.report.HeadName(0, 3),
     ]
     for thing in shown:
         assert "\n" not in repr(thing), type(thing)

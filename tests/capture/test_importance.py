@@ -103,7 +103,7 @@ def check(model: nn.Module, loss: Callable[..., Tensor], given: list[Any], heads
         figures = effects[name]
         torch.testing.assert_close(figures["importance"], exact.abs(), rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(figures["ablation_estimate"], -exact, rtol=1e-6, atol=1e-9)
-    rows = {(row["layer"], row["head"]): row for row in effects.table()}
+    rows = {(row["module"], row["head"]): row for row in effects.table()}
     assert len(rows) == heads * len(effects.modules)
     for (name, head), row in rows.items():
         samples = effects[name]["importance"][:, head]
@@ -256,8 +256,8 @@ def test_scan_equals_loops_by_hand() -> None:
     effects = ablation_scan(model, loss, given, report=told.append)
     assert effects.modules == ("low", "high")
     for row in effects.table():
-        gained = by_hand(model, given, row["layer"], row["head"])
-        assert torch.equal(effects[row["layer"]]["ablation"][:, row["head"]], gained)
+        gained = by_hand(model, given, row["module"], row["head"])
+        assert torch.equal(effects[row["module"]]["ablation"][:, row["head"]], gained)
         assert row["ablation"] == pytest.approx(gained.mean().item())
         assert row["ablation_se"] == pytest.approx(gained.std().item() / len(gained) ** 0.5)
     assert told == pytest.approx([n / (4 * HEADS) for n in range(1, 4 * HEADS + 1)])
@@ -320,13 +320,17 @@ def test_a_head_of_each_table_in_one_row(unchecked: None) -> None:
     effects = importance(model, loss, given)
     some = ablation_scan(model, loss, given, modules="high")
     table = join_tables(seen.table(), effects.table(), some.table())
-    assert [(row["layer"], row["head"]) for row in table] == [
+    assert [(row["module"], row["head"]) for row in table] == [
         (name, head) for name in ("low", "high") for head in range(HEADS)
     ]
     assert all({"entropy", "calls", "importance", "importance_se"} <= set(row) for row in table)
     assert ["ablation" in row for row in table] == [False] * HEADS + [True] * HEADS
     assert "importance" not in seen.table()[0]
     assert join_tables(seen, effects, some) == table
+    assert [row["layer"] for row in table] == [0] * HEADS + [1] * HEADS
+    assert {row["layer"] for row in some.table()} == {1}  # as it is in the others
+    assert some["L1"] is some[1] is some["high"]
+    assert ablation_scan(model, loss, given, modules=[1]).table() == some.table()
     for no_table in (["low", "high"], [{"layer": "low"}], 3):
         with pytest.raises(ValueError, match="is no table of heads; give rows with a layer and a"):
             join_tables(effects, no_table)  # type: ignore[arg-type]

@@ -59,7 +59,8 @@ def same(one: Watched, two: Watched) -> None:
     assert len(one.table()) == len(two.table())
     for a, b in zip(one.table(), two.table(), strict=True):
         assert list(a) == list(b)
-        assert (a.pop("layer"), a.pop("head")) == (b.pop("layer"), b.pop("head"))
+        for name in ("layer", "head", "module"):
+            assert a.pop(name) == b.pop(name)
         assert a == pytest.approx(b, rel=1e-12, abs=1e-12)
 
 
@@ -72,7 +73,7 @@ def test_means_over_calls_count_every_query_alike(running: bool) -> None:
     texts = [text(5, batch=2), text(9), text(2)]
     seen = seen_of(layer, texts, running=running)
     rows = seen.table()
-    assert [(r["layer"], r["head"], r["calls"]) for r in rows] == [("", h, 3) for h in range(3)]
+    assert [(r["module"], r["head"], r["calls"]) for r in rows] == [("", h, 3) for h in range(3)]
     alone = [seen_of(layer, [one]) for one in texts]
     for head, row in enumerate(rows):
         for name, least in (("entropy", 0), ("previous", 1)):
@@ -533,8 +534,8 @@ def test_modules_may_be_several_patterns(unchecked: None) -> None:
     with hw.watch(model, hw.Entropy(), modules=["c*", "b"]) as seen:
         model(torch.randn(1, 5, 24), "ab")
     assert seen.modules == ("b",)
-    for given in (model.a, 3, [model.a], hw.MultiHeadAttention):
-        with pytest.raises(ValueError, match="give names, such as 'encoder"):
+    for given in (model.a, -3, 1.5, [model.a], hw.MultiHeadAttention):
+        with pytest.raises(ValueError, match="give names such as 'encoder"):
             hw.watch(model, hw.Entropy(), modules=given).__enter__()  # type: ignore[arg-type]
 
 

@@ -47,7 +47,7 @@ def test_sees_every_head_and_changes_nothing() -> None:
         watched = model(x)
     assert torch.equal(plain, watched)
     table = seen.table()
-    assert [(row["layer"], row["head"]) for row in table] == [
+    assert [(row["module"], row["head"]) for row in table] == [
         (name, head) for name in ("low", "high") for head in range(HEADS)
     ]
     entropy = seen["low"]["entropy"]
@@ -143,7 +143,11 @@ def test_everything_is_restored_after_an_exception() -> None:
         with pytest.raises(RuntimeError, match="in the model"):
             model(torch.randn(2, T, E))
         model[0](torch.randn(2, T, E))
-    assert {row["layer"]: row["calls"] for row in seen.table()} == {"0.low": 2, "0.high": 2, "1": 1}
+    assert {row["module"]: row["calls"] for row in seen.table()} == {
+        "0.low": 2,
+        "0.high": 2,
+        "1": 1,
+    }
 
 
 def test_watches_within_each_other_and_within_ablations() -> None:
@@ -208,10 +212,12 @@ def test_statistics_that_fit_some_modules_only() -> None:
     said = r"in '0' \(queries 7, keys 7\).*one token per key.*modules="
     with pytest.raises(ValueError, match=said), hw.watch(model, hw.Mass(hw.Induction(ids))):
         model(torch.randn(2, T, E))
-    for modules in ("1", lambda name: name == "1"):
+    for modules in ("1", "L1", 1, ["x", 1], lambda name: name == "1"):
         with hw.watch(model, hw.Entropy(), modules=modules) as seen:
             model(torch.randn(2, T, E))
         assert seen.modules == ("1",)
+        assert {row["layer"] for row in seen.table()} == {1}
+        assert seen[1] is seen["L1"] is seen["1"]
 
 
 def test_a_part_that_is_called_by_itself_has_its_name() -> None:

@@ -134,7 +134,7 @@ def test_masks_are_those_of_the_implementation(register: Callable[..., str]) -> 
         given = inputs if masks else {"input_ids": inputs["input_ids"]}
         p = model(**given, output_attentions=True)["attentions"][1]
         wanted = by_hand(p, valid)["entropy"]
-        got = [row["entropy"] for row in seen.table() if row["layer"] == "layers.1.self_attn"]
+        got = [row["entropy"] for row in seen.table() if row["module"] == "layers.1.self_attn"]
         torch.testing.assert_close(torch.tensor(got).double(), wanted, rtol=0, atol=1e-5)
 
 

@@ -409,7 +409,7 @@ def test_what_is_seen_in_part_is_neither_told_nor_ablated_nor_important() -> Non
     with ablate(model, {"1": [1]}):
         model(x)
     for effects in (importance(model, loss, [x]), ablation_scan(model, loss, [x])):
-        assert {row["layer"] for row in effects.table()} == {"1"}
+        assert {row["module"] for row in effects.table()} == {"1"}
     assert head_outputs(model, loss, [x]).modules == ("1",)
     alone = Attends(with_global_queries)
     for fails in (importance, ablation_scan, head_outputs):

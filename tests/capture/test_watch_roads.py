@@ -863,7 +863,10 @@ def test_a_head_to_a_module() -> None:
             return torch.cat([head(x) for head in self.heads], -1)
 
     seen = watched(MultiHeadAttention(), torch.randn(B, T, E))
-    assert [(row["layer"], row["head"]) for row in seen.table()] == [("heads.0", 0), ("heads.1", 0)]
+    assert [(row["module"], row["head"]) for row in seen.table()] == [
+        ("heads.0", 0),
+        ("heads.1", 0),
+    ]
 
 
 def test_a_softmax_that_is_no_attention_is_none() -> None:

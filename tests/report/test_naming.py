@@ -117,7 +117,7 @@ def test_heads_made_for_it_get_their_labels_and_no_other(causal: bool) -> None:
     statistics = naming_statistics(IDS, DELIMITERS)
     seen = seen_of(parts, statistics, mask=mask)
     named = name_heads(seen, repeats=seen)  # these ids are random ones that come twice
-    assert [(name.layer, name.head) for name in named] == [("attn", n) for n in range(len(names))]
+    assert [(name.module, name.head) for name in named] == [("attn", n) for n in range(len(names))]
     for what, name in zip(names, named, strict=True):
         assert not name.missing
         assert {label.label: label.key for label in name.labels} == EXPECTED[what], what
@@ -306,7 +306,7 @@ def test_labels_come_in_the_order_of_the_rules_each_once() -> None:
     labels = label_head(everything)
     assert [label.label for label in labels] == [one for one in in_order if one != "[CLS]"]
     assert labels[0].key == "induction_random"
-    assert HeadName("a", 0, labels).label == "induction"
+    assert HeadName(0, 0, labels).label == "induction"
     assert label_head({}) == ()
     assert {rule.label for rule in RULES} == {
         "previous token",

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import headwise as hw
 from headwise.core.heard import observers
 from headwise.integrations import MonitorCallback
+from headwise.telemetry import Alarm, Rule
 from headwise.telemetry.wrappers import plain_name
 from monitored import LAYERS, B, E, Fused, H, Model, T, advance, batch, made, seen_in
 

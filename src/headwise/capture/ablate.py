@@ -9,23 +9,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ..core.numbers import whole
 from .call import AttentionCall, seed_of_call
+from .head_address import HeadAddress, Layer, as_written, is_layer, parse_head, parse_layer
 from .head_outputs import HeadOutputs, drawn, valid_queries
-from .modules import as_written, attending, check_model
+from .modules import attending, check_model
 from .session import catch
 
 How = Literal["zero", "mean", "resample"]
+
+Heads = HeadAddress | Iterable[HeadAddress] | Mapping[Any, Iterable[int] | Tensor]
+"""Addresses of heads, or the numbers of heads by layers."""
 
 
 @contextmanager
 def ablate(
     model: nn.Module,
-    heads: Mapping[str, Iterable[int] | Tensor],
+    heads: Heads,
     how: How = "zero",
     *,
     reference: HeadOutputs | None = None,
@@ -39,8 +44,10 @@ def ablate(
 
     Args:
         model: any model that `watch()` sees.
-        heads: which heads of which module: the qualified names that `watch()` gives, or patterns
-            such as `"transformer.h.*.attn"`; heads count from 0.
+        heads: which heads, as addresses: `"L2H9"`, `(2, 9)`, `("transformer.h.2.attn", 9)` or
+            `"transformer.h.2.attn:9"`, one or several; or a dict of layers and the numbers of their
+            heads. Layers are numbers as in tables, qualified names of modules, or patterns such as
+            `"transformer.h.*.attn"`; all count from 0.
         how: what takes their place. `"zero"`: 0 (Michel et al. 2019, Voita et al. 2019). `"mean"`:
             the head's mean output, which keeps what it gives to every text alike (Wang et al.
             2022): over batch and valid queries of the reference, or of the call itself.
@@ -51,14 +58,14 @@ def ablate(
         seed: of the draw; PyTorch's own random numbers are not touched.
 
     Raises:
-        ValueError: heads that are no dict; a module that the model has not, or a head that the
+        ValueError: heads that are no addresses; a module that the model has not, or a head that the
             module has not (then when it is called), with those there are; on exit, a module that
             did not attend meanwhile; a reference that does not fit; a batch of one to resample
             from.
 
     >>> import headwise as hw
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
-    >>> with ablate(layer, {"": [0]}):
+    >>> with ablate(layer, ["L0H0"]):
     ...     out = layer(x)
     >>> _ = layer.out.weight.data[:, :8].zero_()  # what the output projection reads of head 0
     >>> torch.allclose(out, layer(x))
@@ -66,11 +73,6 @@ def ablate(
     """
     check_model("ablate", model)
     said = f"ablate({type(model).__name__}, {reprlib.repr(heads)}, how={how!r})"
-    if not isinstance(heads, Mapping) or not all(isinstance(name, str) for name in heads):
-        raise ValueError(
-            f"{said}: heads must be a dict of modules' names and their heads, such as "
-            f"{{'layers.2.attn': [0, 3]}}."
-        )
     if how not in get_args(How):
         raise ValueError(f"{said}: how must be one of {', '.join(get_args(How))}.")
     if how == "zero" and reference is not None:
@@ -82,13 +84,13 @@ def ablate(
         )
     asked = _asked(model, heads, said)
     calls: Counter[str] = Counter()
-    attended: dict[str, None] = {}
+    attended: dict[str, int] = {}  # the numbers of the layers
 
     def listen(call: AttentionCall) -> Tensor | None:
-        name = call.name
+        name, layer = call.name, call.layer
         calls[name] += not call.again
-        call.once_whole(lambda _: attended.setdefault(name))
-        chosen = {head for pattern in asked if _fits(call.name, pattern) for head in asked[pattern]}
+        call.once_whole(lambda _: attended.update({name: layer}))
+        chosen = {head for one in asked if is_layer(one, name, layer) for head in asked[one]}
         lacking = sorted(chosen - set(range(call.all_heads)))
         if lacking:
             raise ValueError(
@@ -113,14 +115,21 @@ def ablate(
     with catch(model, listen, function="ablate") as net:
         yield
     for name, reason in net.names.left_out.items():
-        if any(_fits(name, pattern) for pattern in asked):
+        if any(is_layer(one, name, None) for one in asked):
             raise ValueError(f"{said}: {name!r} was not ablated as a whole: {reason}.")
-    idle = [pattern for pattern in asked if not any(_fits(name, pattern) for name in attended)]
+    moved = [name for name, layer in attended.items() if net.numbers[name] != layer]
+    if moved and any(isinstance(one, int) for one in asked):
+        raise ValueError(
+            f"{said}: {moved[0]!r} is layer {net.numbers[moved[0]]}, which was not known while it "
+            f"ran; give the names of modules."
+        )
+    idle = [one for one in asked if not any(is_layer(one, *layer) for layer in attended.items())]
     if idle:
         others = ", ".join(map(repr, attended)) or f"none, for {net.names.why_nothing()}"
+        names = ", ".join(f"layer {one}" if isinstance(one, int) else repr(one) for one in idle)
         raise ValueError(
-            f"{said}: nothing was ablated in {', '.join(map(repr, idle))}, which did not attend; "
-            f"those that did: {others}."
+            f"{said}: nothing was ablated in {names}, which did not attend; those that did: "
+            f"{others}."
         )
 
 
@@ -161,11 +170,15 @@ def _check_fit(call: AttentionCall, shape: torch.Size) -> None:
         )
 
 
-def _asked(
-    model: nn.Module, heads: Mapping[str, Iterable[int] | Tensor], said: str
-) -> dict[str, tuple[int, ...]]:
+def _asked(model: nn.Module, heads: Heads, said: str) -> dict[Layer, tuple[int, ...]]:
+    """Return the numbers of the heads of each layer that is given, all names checked."""
+    try:
+        given = _by_layer(heads)
+    except ValueError as error:
+        raise ValueError(f"{said}: {error}.") from None
     names = [as_written(name) for name, _ in model.named_modules()]
-    unknown = [pattern for pattern in heads if not any(_fits(name, pattern) for name in names)]
+    patterns = [one for one in given if isinstance(one, str)]
+    unknown = [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]
     if unknown:
         near = get_close_matches(unknown[0], attending(model), n=6, cutoff=0.0)
         told = f"of those that attend, the nearest are: {', '.join(map(repr, near))}"
@@ -178,10 +191,26 @@ def _asked(
         raise ValueError(
             f"{said}: the model has no module {', '.join(map(repr, unknown))}; {told}."
         )
-    return {pattern: _numbers(pattern, given, said) for pattern, given in heads.items()}
+    return given
 
 
-def _numbers(pattern: str, given: Iterable[int] | Tensor, said: str) -> tuple[int, ...]:
+def _by_layer(heads: Heads) -> dict[Layer, tuple[int, ...]]:
+    found: dict[Layer, tuple[int, ...]] = {}
+    if isinstance(heads, Mapping):
+        for name, numbers in heads.items():
+            layer = parse_layer(name)
+            found[layer] = (*found.get(layer, ()), *_numbers(name, numbers))
+        return found
+    single = isinstance(heads, tuple) and len(heads) == 2 and whole(heads[1]) is not None
+    if single or isinstance(heads, str) or not isinstance(heads, Iterable):
+        heads = [heads]  # type: ignore[list-item]
+    for address in heads:
+        layer, head = parse_head(address)
+        found[layer] = (*found.get(layer, ()), head)
+    return found
+
+
+def _numbers(layer: object, given: Iterable[int] | Tensor) -> tuple[int, ...]:
     try:
         listed = given.tolist() if isinstance(given, Tensor) else list(given)
         numbers = tuple(operator.index(head) for head in listed)
@@ -189,10 +218,6 @@ def _numbers(pattern: str, given: Iterable[int] | Tensor, said: str) -> tuple[in
             raise TypeError
     except TypeError:
         raise ValueError(
-            f"{said}: the heads of {pattern!r} must be a list of numbers from 0, such as [0, 3]."
+            f"the heads of {layer!r} must be a list of numbers from 0, such as [0, 3]"
         ) from None
     return numbers
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, as_written(pattern))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from ..stats.plan import Need
 from ..stats.record import Reading, Record
 from ..stats.statistic import Statistic
 from .call import AttentionCall, Looking
-from .modules import as_written, check_model
+from .head_address import HeadAddress, Layer, as_written, is_head, parse_head, parse_layer
+from .modules import check_model, names_of
 from .session import catch
 
 MOST_BYTES = 2**30
@@ -29,8 +31,10 @@ MOST_BYTES = 2**30
 def attention_of(
     model: nn.Module,
     inputs: Any,
-    layer: str | int,
+    layer: Layer | HeadAddress,
     head: int | Sequence[int] | Tensor | None = None,
+    *,
+    nth: int | None = None,
 ) -> Float[Tensor, "B *h T S"]:
     """Run a model and give the attention weights of one of its layers, exactly.
 
@@ -42,10 +46,10 @@ def attention_of(
         model: any module that `watch()` sees.
         inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
             of arguments, or the only argument.
-        layer: the module that attends, by its qualified name (`seen.modules` of a watch lists
-            them), or by its place among the attention calls of a forward, from 0; calls that are
-            left out count.
-        head: its number, from 0, or several; without, all heads.
+        layer: the module that attends, by the number of the layer (1 or `"L1"`, as in tables) or
+            by its qualified name; or one head, such as `"L1H0"`, `(1, 0)` or `"layers.1.attn:0"`.
+        head: its number, from 0, or several; without, all heads, or that of the address.
+        nth: which call of a module that is called more than once, from 0; without, all of them.
 
     Returns:
         Weights in float32 (float64 for a model in float64), without a graph: of one head
@@ -62,7 +66,7 @@ def attention_of(
     >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
     >>> ids = torch.tensor([tokenizer.encode("The with statement wraps the block").ids])
-    >>> weights = hw.attention_of(model, ids, layer=1, head=0)
+    >>> weights = hw.attention_of(model, ids, "L1H0")
     >>> weights.shape, bool(weights.sum(-1).allclose(torch.ones(1, ids.shape[1])))
     (torch.Size([1, 11, 11]), True)
 
@@ -70,20 +74,22 @@ def attention_of(
     """
     call_said = f"…, layer={layer!r}, head={head!r}"
     said = check_model("attention_of", model).replace("…", call_said)
-    by_number = isinstance(layer, int) and not isinstance(layer, bool)
-    if not by_number and not isinstance(layer, str):
-        raise ValueError(f"{said}: layer is a module's name, or its place among those that attend.")
-    wanted = layer if by_number else as_written(str(layer))
+    if nth is not None and whole(nth) is None:
+        raise ValueError(f"{said}: nth={nth!r} must be the number of a call, from 0.")
+    wanted, head = _parse(model, layer, head, said)
     _check_inputs(said, inputs)
     found: dict[int, Tensor] = {}
     met: dict[str, None] = {}
+    calls = itertools.count()
 
     def listen(call: AttentionCall) -> None:
         if call.again:
             return
-        number = len(net.noticed) - 1
         met[call.name] = None
-        if wanted != (number if by_number else call.name):
+        if wanted not in (call.layer, call.name):
+            return
+        number = next(calls)
+        if nth is not None and nth != number:
             return
         if call.heads < call.all_heads:
             raise ValueError(
@@ -103,23 +109,38 @@ def attention_of(
     with catch(model, listen, function="attention_of") as net, torch.no_grad():
         _call(model, inputs)
     if not found:
-        number = layer if isinstance(layer, int) else -1
-        name = net.noticed[number] if 0 <= number < len(net.noticed) else str(wanted)
-        if name in net.names.left_out:
-            raise ValueError(f"{said}: {name!r} is left out: {net.names.left_out[name]}.")
+        if wanted in net.names.left_out:
+            raise ValueError(f"{said}: {wanted!r} is left out: {net.names.left_out[str(wanted)]}.")
+        if count := next(calls):
+            raise ValueError(f"{said}: it is called {count} times, and has no call {nth}.")
         told = f"those that attend: {and_more([repr(one) for one in met], 12)}"
         if not met:
             told = f"no attention was seen: {net.names.why_nothing()}"
         raise ValueError(f"{said}: no such layer; {told}.")
     if len({one.shape[1:] for one in found.values()}) > 1:
-        shapes = [f"layer={number} gives {list(one.shape)}" for number, one in found.items()]
+        shapes = [f"nth={number} gives {list(one.shape)}" for number, one in found.items()]
         raise ValueError(
-            f"{said}: {layer!r} is called with different lengths; give the number of one call, "
-            f"{and_more(shapes, 12)}, or watch and take seen[{layer!r}].calls."
+            f"{said}: {wanted!r} is called with different lengths; give one of its calls: "
+            f"{and_more(shapes, 12)}; or watch and take seen[{wanted!r}].calls."
         )
     every = list(found.values())
     weights = every[0] if len(every) == 1 else torch.cat(every)
     return weights if whole(head) is None else weights[:, 0]
+
+
+def _parse(model: nn.Module, layer: Any, head: Any, said: str) -> tuple[Layer, Any]:
+    """Return the layer, and the head or heads of it, that are meant."""
+    try:
+        if isinstance(layer, str) and any(as_written(layer) == n for n in names_of(model).values()):
+            return as_written(layer), head
+        if isinstance(layer, tuple | list) or (isinstance(layer, str) and is_head(layer)):
+            layer, own = parse_head(layer)
+            if head is not None and head != own:
+                raise ValueError("the address has a head of its own; leave out head")
+            return layer, own
+        return parse_layer(layer), head
+    except ValueError as error:
+        raise ValueError(f"{said}: {error}.") from None
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ class AttentionCall:
         own_positions: the queries stand at the keys' end, as in self-attention, so that a key
             which is padding tells of a query that is; False also where the mask knows that.
         first_key: the position of the first key, where a cache has dropped keys before it.
+        layer: the number of the module among those that attend.
         first_head: the number of the first head in a layer whose other heads are on other ranks.
         layer_heads: how many heads that layer has.
         behind: so many keys behind all others have no position: the queries stand before them, and
@@ -139,6 +140,7 @@ class AttentionCall:
     projected_by: Tensor | Callable[[], Tensor | None] | None = None
     own_positions: bool = False
     first_key: int = 0
+    layer: int = 0
     first_head: int = 0
     layer_heads: int | None = None
     behind: int = 0

@@ -27,8 +27,8 @@ from ..stats.tables import (
     unavailable,
 )
 from .bundle import together
+from .head_address import Layer, as_written, joined_numbers, module_of
 from .io import read_tree, write_tree
-from .modules import as_written
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -67,6 +67,7 @@ class Watched(HeadTable):
         self.left_out: dict[str, str] = {}
         self._modules: dict[str, WatchedModule] = {}
         self._running, self._why = running, why or _not_called
+        self.numbers: dict[str, int] = {}  # of the layers, by the names of modules
         self.drawn: frozenset[int] = frozenset()  # the seeds that queries were drawn with
 
     def add(
@@ -94,23 +95,23 @@ class Watched(HeadTable):
             kept = WatchedModule(module, self._running)
         kept.add(readings, heads, first_key, first_head, queries)
         kept.lost |= lost
+        kept.layer = self.numbers.setdefault(module, len(self.numbers))
         self._modules[module] = kept
 
-    def __getitem__(self, module: str) -> WatchedModule:
-        """The calls of one module, by its qualified name.
+    def __getitem__(self, module: Layer) -> WatchedModule:
+        """Return the calls of one module, by its qualified name or the number of the layer.
 
         Raises:
             KeyError: a name that is no watched module; the message lists those that are.
             ValueError: nothing was seen; the message says why.
         """
         self.must_not_be_empty()
-        if isinstance(module, str):
-            module = as_written(module)
-        if module not in self._modules:
-            why = self.left_out.get(module)
+        name = module_of(module, self.numbers)
+        if name not in self._modules:
+            why = self.left_out.get(name)
             there = f"there are: {', '.join(self._modules)}"
-            raise KeyError(f"{module!r} was not seen{f', for {why}' if why else ''}; {there}")
-        return self._modules[module]
+            raise KeyError(f"{name!r} was not seen{f', for {why}' if why else ''}; {there}")
+        return self._modules[name]
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -134,7 +135,9 @@ class Watched(HeadTable):
         return f"<Watched: {count}, {heads} heads{out}; {', '.join(names) or 'no figures'}>"
 
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
-        """A row per (layer, head): `layer`, `head`, `calls`, and a number per statistic.
+        """A row per (layer, head): `layer`, `head`, `module`, `calls`, and a number per statistic.
+
+        `layer` is the place of the module among all that attend, in the order of their first calls.
 
         `queries` is how many queries were looked at, of `of_queries` that there are, over calls and
         batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
@@ -222,7 +225,7 @@ class Watched(HeadTable):
         )
         modules = [module.state() for module in self._modules.values()]
         content = {"running": self._running, "modules": modules, "left_out": self.left_out}
-        content["drawn"] = sorted(self.drawn)
+        content["drawn"], content["numbers"] = sorted(self.drawn), self.numbers
         write_tree(path, content)
 
     @classmethod
@@ -252,6 +255,10 @@ class Watched(HeadTable):
             seen.drawn = frozenset(map(int, content.get("drawn", ())))
             for state in content["modules"]:
                 seen._modules[state["name"]] = WatchedModule.of_state(state)
+            numbers = content.get("numbers", {name: n for n, name in enumerate(seen)})
+            seen.numbers = {name: int(numbers[name]) for name in seen}
+            for name, module in seen._modules.items():
+                module.layer = seen.numbers[name]
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path}: its header is damaged ({error!r})") from None
         return seen
@@ -281,10 +288,12 @@ class Watched(HeadTable):
         total = Watched(kinds.pop(), self._why)
         total.drawn = self.drawn | other.drawn
         total.left_out = other.left_out | self.left_out
+        total.numbers = joined_numbers(self.numbers, other.numbers)
         for seen in (self, other):
             for name, module in seen._modules.items():
                 known = total._modules.get(name) or WatchedModule(name, total._running)
                 total._modules[name] = known + module
+                total._modules[name].layer = total.numbers[name]
         return total
 
     def __radd__(self, other: object) -> Watched:
@@ -304,7 +313,7 @@ class WatchedModule:
 
     def __init__(self, name: str, running: bool = False) -> None:
         self.name = name
-        self.heads = self.first_head = 0
+        self.heads = self.first_head = self.layer = 0
         self.calls: list[Mapping[str, Reading]] = []
         self.running = Running() if running else None
         self.queries: tuple[int, int] | None = (0, 0)
@@ -424,7 +433,14 @@ class WatchedModule:
         calls = len(self.calls) if self.running is None else self.running.calls
         counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
         return [
-            {"layer": self.name, "head": head, "calls": calls, **counts, **row}
+            {
+                "layer": self.layer,
+                "head": head,
+                "module": self.name,
+                "calls": calls,
+                **counts,
+                **row,
+            }
             for head, row in enumerate(summary_rows(figures, self.heads), self.first_head)
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .._tables import HeadTable, frame_of
 from ..core.numbers import fault_of_flags, said
+from .head_address import Layer, joined_numbers, module_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -25,14 +27,21 @@ class Tabled(Protocol):
 
 
 class HeadEffects(HeadTable):
-    """What every head does to a loss: `effects[module name][figure]` is `[N, H]`, a row a sample.
+    """What every head does to a loss: `effects[module][metric]` is `[N, H]`, a row a sample.
+
+    A module is given by its qualified name or the number of the layer.
 
     The figures are `importance` and `ablation_estimate` of `importance()`, or `ablation` of
     `ablation_scan()`. They are on the CPU, in float64.
     """
 
-    def __init__(self, samples: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        samples: Mapping[str, Mapping[str, Tensor]],
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         self._samples = {module: dict(figures) for module, figures in samples.items()}
+        self.numbers = dict(numbers or {name: n for n, name in enumerate(samples)})
 
     def __repr__(self) -> str:
         names = dict.fromkeys(name for figures in self._samples.values() for name in figures)
@@ -42,12 +51,13 @@ class HeadEffects(HeadTable):
             f"sample{'s' * (samples != 1)}; {', '.join(names) or 'no figures'}>"
         )
 
-    def __getitem__(self, module: str) -> dict[str, Tensor]:
-        """The figures of one module, by its qualified name: `[N, H]` each.
+    def __getitem__(self, module: Layer) -> dict[str, Tensor]:
+        """Return the metrics of one module, by its name or the number of the layer: `[N, H]` each.
 
         Raises:
             KeyError: a name that is none of those looked at; the message lists them.
         """
+        module = module_of(module, self.numbers)
         if module not in self._samples:
             raise KeyError(f"{module!r} was not seen; there are: {', '.join(self._samples)}")
         return self._samples[module]
@@ -64,7 +74,7 @@ class HeadEffects(HeadTable):
         return len(next(figures, ()))
 
     def table(self, *, normalise: bool = False) -> Rows:
-        """A row per (layer, head): `layer`, `head`, and of each figure the mean over samples.
+        """A row per (layer, head): `layer`, `head`, `module`, and each metric's mean over samples.
 
         `<figure>_se` is its standard error, where there are two samples or more.
 
@@ -78,7 +88,7 @@ class HeadEffects(HeadTable):
         if fault := fault_of_flags(normalise=normalise):
             raise ValueError(f"table(normalise={said(normalise)}): {fault}.")
         return [
-            row
+            {"layer": self.numbers[module], **row}
             for module, figures in self._samples.items()
             for row in _module_rows(module, figures, normalise)
         ]
@@ -104,15 +114,17 @@ def _module_rows(module: str, figures: dict[str, Tensor], normalise: bool) -> Ro
     lists = {name: values.tolist() for name, values in columns.items()}
     heads = len(next(iter(lists.values())))
     return [
-        {"layer": module, "head": h, **{name: values[h] for name, values in lists.items()}}
+        {"head": h, "module": module, **{name: values[h] for name, values in lists.items()}}
         for h in range(heads)
     ]
 
 
-def gather(parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]]) -> HeadEffects:
-    """Join batches: of each, its number of samples and its modules' figures `[B, H]`.
+def gather(
+    parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]], numbers: Mapping[str, int]
+) -> HeadEffects:
+    """Join batches: of each, its number of samples and its modules' metrics `[B, H]`.
 
-    A module that a batch did not reach did nothing to its loss: 0.
+    A module that a batch did not reach did nothing to its loss: 0. `numbers` are those of layers.
     """
     like = {module: figures for _, part in parts for module, figures in part.items()}
     return HeadEffects(
@@ -129,35 +141,41 @@ def gather(parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]]) -> H
                 for name, example in figures.items()
             }
             for module, figures in like.items()
-        }
+        },
+        numbers,
     )
 
 
 def concatenated(parts: Sequence[HeadEffects]) -> HeadEffects:
     """The samples of several, one after another. A module that one did not reach did nothing: 0."""
-    return gather([(part.samples, {name: part[name] for name in part.modules}) for part in parts])
+    numbers = reduce(joined_numbers, [part.numbers for part in parts])
+    samples = [(part.samples, {name: part[name] for name in part.modules}) for part in parts]
+    return gather(samples, numbers)
 
 
 def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:
-    """One table of several over the same heads: rows with equal `layer` and `head` become one.
+    """Join tables of the same heads: rows with equal `module` and `head` become one.
 
-    A head that a table lacks has none of its figures. What has a `table()` stands for it.
+    A head that a table lacks has none of its metrics. What has a `table()` stands for it. Rows
+    without `module` are joined by `layer`, and the first table numbers the layers.
 
     Raises:
         ValueError: two tables that give a head different values of one figure; no table of heads.
 
-    >>> looks = [{"layer": "attn", "head": 0, "entropy": 1.5}]
-    >>> matters = [{"layer": "attn", "head": 0, "importance": 0.25}]
+    >>> looks = [{"layer": 0, "head": 1, "module": "attn", "entropy": 1.5}]
+    >>> matters = [{"layer": 0, "head": 1, "module": "attn", "importance": 0.25}]
     >>> join_tables(looks, matters)
-    [{'layer': 'attn', 'head': 0, 'entropy': 1.5, 'importance': 0.25}]
+    [{'layer': 0, 'head': 1, 'module': 'attn', 'entropy': 1.5, 'importance': 0.25}]
     """
-    joined: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in (row for table in tables for row in _rows_of(table)):
-        there = joined.setdefault((row["layer"], row["head"]), {})
+    joined: dict[tuple[Layer, int], dict[str, Any]] = {}
+    for row in (dict(row) for table in tables for row in _rows_of(table)):
+        module = row.get("module", row["layer"])
+        there = joined.setdefault((module, row["head"]), {})
+        row["layer"] = there.get("layer", row["layer"])
         apart = [name for name in row if there.get(name, row[name]) != row[name]]
         if apart:
             raise ValueError(
-                f"join_tables(…): head {row['head']} of {row['layer']!r} has more than one "
+                f"join_tables(…): head {row['head']} of {module!r} has more than one "
                 f"{apart[0]}; rename it, or leave it out of one table."
             )
         there.update(row)

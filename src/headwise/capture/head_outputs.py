@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.numbers import fault_of_flags
 from ..stats.lse import LSE
 from .call import AttentionCall, Looking
+from .head_address import Layer, joined_numbers, module_of
 from .modules import check_model
 from .session import catch
 
@@ -23,6 +24,7 @@ class HeadOutputs:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] | None = {} if rows else None
+        self.numbers: dict[str, int] = {}  # of the layers, by the names of modules
 
     def __repr__(self) -> str:
         rows = "" if self._rows is None else ", with rows"
@@ -57,17 +59,19 @@ class HeadOutputs:
         """The qualified names of the modules, in the order of their first calls."""
         return tuple(self._sums)
 
-    def mean(self, module: str) -> Float[Tensor, "H Dv"]:
-        """Each head's mean output over batch and valid queries of all calls, in float64.
+    def mean(self, module: Layer) -> Float[Tensor, "H Dv"]:
+        """Return each head's mean output over batch and valid queries of all calls, in float64.
+
+        The module is given by its qualified name or the number of the layer.
 
         Raises:
             ValueError: a module that the reference texts did not reach.
         """
-        self._check(module)
+        module = self._name(module)
         return self._sums[module] / self._counts[module].clamp(min=1)[:, None]
 
     def rows(
-        self, module: str, queries: int
+        self, module: Layer, queries: int
     ) -> tuple[Float[Tensor, "N H T Dv"], Bool[Tensor, "N H T"]]:
         """The outputs of all calls with so many queries, one batch row after another.
 
@@ -77,7 +81,7 @@ class HeadOutputs:
             ValueError: a module that the reference texts did not reach; outputs that were not kept;
                 no call with so many queries.
         """
-        self._check(module)
+        module = self._name(module)
         if self._rows is None:
             raise ValueError(
                 "head_outputs(…) kept means alone; give head_outputs(…, rows=True) to resample."
@@ -93,12 +97,14 @@ class HeadOutputs:
         outs, valid = zip(*fitting, strict=True)
         return torch.cat(outs), torch.cat(valid)
 
-    def _check(self, module: str) -> None:
+    def _name(self, module: Layer) -> str:
+        module = module_of(module, self.numbers)
         if module not in self._sums:
             raise ValueError(
                 f"ablate(…): the reference texts did not reach {module!r}; they reached: "
                 f"{', '.join(self._sums) or 'nothing'}."
             )
+        return module
 
 
 def head_outputs(
@@ -135,6 +141,7 @@ def head_outputs(
     for batch in batches:
         with torch.no_grad(), catch(model, kept.add, function="head_outputs") as net:
             loss(model, batch)
+        kept.numbers = joined_numbers(kept.numbers, net.numbers)
         why = net.names.why_nothing()
     if not kept.modules:
         raise ValueError(f"{said}: no attention was seen, for {why}.")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .ablate import How, ablate
 from .call import AttentionCall
 from .effects import HeadEffects, gather
+from .head_address import joined_numbers
 from .head_outputs import HeadOutputs, check_given
 from .modules import Modules, chosen, why_left_out
 from .session import catch
@@ -53,12 +54,12 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
     >>> effects[""]["importance"].shape
     torch.Size([8, 3])
     >>> list(effects.table()[0])
-    ['layer', 'head', 'importance', 'importance_se', 'ablation_estimate', 'ablation_estimate_se']
+    ['layer', 'head', 'module', 'importance', 'importance_se', 'ablation_estimate', ...]
     """
     said = check_given("importance", model, loss, batches)
     if torch.is_inference_mode_enabled():
         raise ValueError(f"{said}: torch.inference_mode() is on, and there are no gradients in it.")
-    parts = []
+    parts, numbers = [], dict[str, int]()
     for batch in batches:
         outs: list[tuple[str, Tensor]] = []
 
@@ -90,6 +91,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             slopes = torch.autograd.grad(
                 total, [out for _, out in outs], allow_unused=True, materialize_grads=True
             )
+        numbers = joined_numbers(numbers, net.numbers)
         sums: dict[str, Tensor] = {}
         for (name, out), slope in zip(outs, slopes, strict=True):
             product = torch.einsum("bhtd,bhtd->bh", out.detach().double(), slope.double())
@@ -98,7 +100,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
         parts.append((samples, figures))
     if not parts:
         raise ValueError(f"{said}: there are no batches.")
-    return gather(parts)
+    return gather(parts, numbers)
 
 
 @torch.no_grad()
@@ -123,8 +125,9 @@ def ablation_scan(
         loss: as in `importance()`. Of a scalar, every batch counts as one sample.
         batches: in whatever form `loss` takes.
         how, reference, seed: as in `ablate()`.
-        modules: scan these alone: a pattern such as `"model.layers.1?.*"`, a list of them, or a
-            function that says of a module's qualified name whether it is wanted.
+        modules: scan these alone: a pattern such as `"model.layers.1?.*"`, the number of a layer
+            (2 or `"L2"`), a list of them, or a function that says of a module's qualified name
+            whether it is meant.
         report: is told, after every forward pass, what share is done.
 
     Raises:
@@ -137,7 +140,7 @@ def ablation_scan(
     ...     return model(x, mask=hw.Causal()).square().mean((1, 2))
     >>> effects = ablation_scan(layer, loss, [torch.randn(4, 7, 24)])
     >>> [list(row) for row in effects.table()][0]
-    ['layer', 'head', 'ablation', 'ablation_se']
+    ['layer', 'head', 'module', 'ablation', 'ablation_se']
     """
     said = check_given("ablation_scan", model, loss, batches)
     training = [name or "the model" for name, module in model.named_modules() if module.training]
@@ -146,20 +149,21 @@ def ablation_scan(
     wanted = chosen(modules)
     given, parts = batches if isinstance(batches, Sized) else list(batches), []
     unwanted: dict[str, None] = {}
+    numbers: dict[str, int] = {}
     why = "there are no batches"
     for number, batch in enumerate(given):
         heads: dict[str, int] = {}
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
             name, number = call.name, call.all_heads
-            if wanted(name):
+            if wanted(name, call.layer):
                 call.once_whole(lambda _: heads.update({name: number}))
             else:
                 unwanted[name] = None
 
         with catch(model, listen, function="ablation_scan") as net:
             base = _checked(loss(model, batch), said)
-        why = net.names.why_nothing()
+        why, numbers = net.names.why_nothing(), joined_numbers(numbers, net.numbers)
         gained: dict[str, list[Tensor]] = {name: [] for name in heads}
         every = [(name, head) for name, count in heads.items() for head in range(count)]
         for done, (name, head) in enumerate(every, start=1):
@@ -175,7 +179,7 @@ def ablation_scan(
             f"{said}: no attention was seen, for "
             f"{why_left_out(modules, unwanted) if unwanted else why}."
         )
-    return gather(parts)
+    return gather(parts, numbers)
 
 
 def _checked(losses: Tensor, said: str) -> Tensor:

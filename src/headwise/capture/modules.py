@@ -19,20 +19,18 @@ from torch.nn.modules import module as hooks
 
 from .._text import and_more
 from ..core.numbers import whole
+from .head_address import Layer, as_written, is_layer, parse_layer
 from .parts import Waiting
 from .private_torch import has_parts, outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
 
-_COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
-"""The part that `torch.compile` puts into the names of modules."""
-
 _FOLLOWED: ContextVar[tuple[object, ...]] = ContextVar("_FOLLOWED", default=())
 """The marks of those that follow in this context: that of a task, and of the tasks it starts."""
 
-Modules = str | Sequence[str] | Callable[[str], bool] | None
-"""Which modules: patterns of qualified names, or a function that says whether a name is meant."""
+Modules = Layer | Sequence[Layer] | Callable[[str], bool] | None
+"""Which modules: patterns of qualified names or numbers of layers, or a function of a name."""
 
 
 @contextmanager
@@ -71,15 +69,6 @@ class Forward:
     def leaf(self) -> bool:
         """Whether the module has no parts: what it does, that around it does."""
         return not has_parts(self.module)
-
-
-def as_written(name: str) -> str:
-    """Return a qualified name, or a pattern of names, without what `torch.compile` adds.
-
-    >>> as_written("_orig_mod.layers.0._orig_mod.attn"), as_written("_orig_mod")
-    ('layers.0.attn', '')
-    """
-    return _COMPILED.sub("", name).removeprefix(".")
 
 
 @outside_graphs
@@ -308,27 +297,30 @@ _AROUND = ("Output", "Norm", "Block", "Model", "Mask", "Bias")
 """How classes end that stand around attention and do not attend themselves."""
 
 
-def chosen(modules: Modules) -> Callable[[str], bool]:
-    """Which names are meant: by patterns such as `"encoder.*"`, by a function, or all.
+def chosen(modules: Modules) -> Callable[[str, int | None], bool]:
+    """Return a function of a module's name and number: True if `modules` means it.
 
     Raises:
-        ValueError: something else, such as a module itself.
+        ValueError: something else than names, numbers or a function, such as a module itself.
 
-    >>> [name for name in ("low.attn", "high.attn") if chosen("high.*")(name)]
+    >>> [name for n, name in enumerate(("low.attn", "high.attn")) if chosen("high.*")(name, n)]
     ['high.attn']
+    >>> [name for n, name in enumerate(("low.attn", "high.attn")) if chosen([0, "L2"])(name, n)]
+    ['low.attn']
     """
     if modules is None:
-        return lambda name: True
+        return lambda name, number: True
     if callable(modules) and not isinstance(modules, nn.Module | type):
-        return modules
-    patterns = [modules] if isinstance(modules, str) else modules
-    if not isinstance(patterns, Sequence) or not all(isinstance(name, str) for name in patterns):
+        return lambda name, number: modules(name)
+    listed = [modules] if isinstance(modules, str | int) else modules
+    try:
+        layers = [parse_layer(layer) for layer in listed]  # type: ignore[union-attr]
+    except (TypeError, ValueError):
         raise ValueError(
-            f"modules={type(modules).__name__}: give names, such as 'encoder.*' or a list of them, "
-            f"or a function that says whether a name is meant."
-        )
-    written = [as_written(pattern) for pattern in patterns]
-    return lambda name: any(fnmatchcase(name, pattern) for pattern in written)
+            f"modules={type(modules).__name__}: give names such as 'encoder.*', numbers of layers "
+            f"such as 2 or 'L2', a list of them, or a function that says whether a name is meant."
+        ) from None
+    return lambda name, number: any(is_layer(layer, name, number) for layer in layers)
 
 
 Heads = int | Mapping[str, int] | None

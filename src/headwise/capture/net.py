@@ -54,6 +54,7 @@ class Net:
     Of a model that is `known` to attend in such modules alone, no others are followed. `attended`
     has the outermost module of each forward, by its id, and the modules that attended in it;
     `in_graphs` the calls of graphs that this forward has made, by their sites and modules.
+    `numbers` has the layers' numbers, by the names of modules.
     `heads` says what somebody has told of a module's heads. Errors name the public `function` that
     spread it out.
     """
@@ -82,6 +83,7 @@ class Net:
         self.unfollowed: dict[object, tuple[str, str]] = {}
         self.functions = Functions(self)
         self.noticed: list[str] = []
+        self.numbers: dict[str, int] = {}
         self.heard: dict[str, bool] = {}
         self.capture: Callable[[], tuple[Any, Callable[[], None]]] | None = None
         self.run_as_written: Callable[[], None] | None = None
@@ -236,6 +238,9 @@ class Net:
         if torch._C._are_functorch_transforms_active():
             self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
+        call.layer = self.numbers.get(call.name, len(self.numbers))
+        if call.layer == len(self.numbers):
+            call.once_whole(lambda _: self._number(call.name))
         if self._split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
         if self.in_full:
@@ -248,6 +253,10 @@ class Net:
             waiting.made = waiting.made if new is None else new
             among.waiting.append(waiting)
         return new
+
+    def _number(self, name: str) -> None:
+        """Give a module that attends the next number, if it has none."""
+        self.numbers.setdefault(name, len(self.numbers))
 
     def refuse_transforms(self, name: str | None = None) -> None:
         """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""

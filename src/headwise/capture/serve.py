@@ -68,29 +68,29 @@ class Accelerated:
     def table(self) -> list[dict[str, Any]]:
         """A row for each module, function, and what was made of its calls.
 
-        `layer`, `function`, `calls`; `backend` is that of headwise which served them, or `None`,
+        `module`, `function`, `calls`; `backend` is that of headwise which served them, or `None`,
         and then `reason` says why they went on as before.
         """
         return [
             {
-                "layer": layer,
+                "module": module,
                 "function": function,
                 "calls": calls,
                 "backend": backend,
                 "reason": reason,
             }
-            for (layer, function, backend, reason), calls in list(self.calls.items())
+            for (module, function, backend, reason), calls in list(self.calls.items())
         ]
 
     def __str__(self) -> str:
         rows = self.table()
-        wide = [max((len(row[name]) for row in rows), default=0) for name in ("layer", "function")]
+        wide = [max((len(row[name]) for row in rows), default=0) for name in ("module", "function")]
         lines = []
         for row in rows:
             arrow, how = " ", f"as before: {row['reason']}"
             if row["backend"]:
                 arrow, how = "→", f"served by {row['backend']}"
-            who = f"{row['layer']:{wide[0]}}  {row['function']:{wide[1]}}"
+            who = f"{row['module']:{wide[0]}}  {row['function']:{wide[1]}}"
             lines.append(f"{arrow} {who}  {row['calls']} ×  {how}")
         if not lines:
             lines = [

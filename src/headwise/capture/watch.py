@@ -65,8 +65,9 @@ def watch(
         gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
             loss, as in `observe()`; by default what is seen is detached. Activation checkpointing
             must then be the one without reentrant backward passes.
-        modules: only these: a pattern of qualified names such as `"encoder.*"`, a list of them, or
-            a function that says whether a name is meant; for statistics that fit some modules only.
+        modules: only these: a pattern of qualified names such as `"encoder.*"`, the number of a
+            layer (2 or `"L2"`), a list of them, or a function that says whether a name is meant;
+            for statistics that fit some modules only.
         padding: False counts every query; strictly causal masks, sparse graphs, and
             cross-attention by sdpa with as many keys as queries need that, as nothing tells their
             unattended keys from padding.
@@ -86,8 +87,8 @@ def watch(
     >>> layer = torch.nn.TransformerEncoderLayer(24, nhead=2, batch_first=True).eval()
     >>> with hw.watch(layer, hw.Entropy()) as seen, torch.no_grad():
     ...     out = layer(torch.randn(2, 7, 24))
-    >>> [(row["layer"], row["head"]) for row in seen.table()]
-    [('self_attn', 0), ('self_attn', 1)]
+    >>> [(row["layer"], row["head"], row["module"]) for row in seen.table()]
+    [(0, 0, 'self_attn'), (0, 1, 'self_attn')]
     """
     check_model("watch", model)
     kind = type(model).__name__
@@ -124,7 +125,7 @@ def watch(
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        if meant is not None and not meant(call.name):
+        if meant is not None and not meant(call.name, call.layer):
             left_out[call.name] = None
             return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
@@ -176,7 +177,7 @@ def watch(
     watched = Watched(running, why)
     with catch(model, listen, in_full=gradients) as net:
         names, net.heads = net.names, told or net.heads
-        watched.left_out = names.left_out
+        watched.left_out, watched.numbers = names.left_out, net.numbers
         try:
             yield watched
         finally:  # what was seen does not hold on to the model

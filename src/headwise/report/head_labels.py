@@ -26,6 +26,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..capture.captured import Watched
+from ..capture.head_address import head_label
 from ..core.masks import Dense
 from ..stats.distance import Distance
 from ..stats.entropy import Entropy
@@ -239,16 +240,17 @@ class Label:
 class HeadName:
     """Name a head by its labels, if any; `missing` are the labels that could not be evaluated.
 
-    >>> HeadName("attn", 3)
-    <HeadName: attn.3: unlabeled>
-    >>> HeadName("attn", 3, missing=("induction", "delimiter"))
-    <HeadName: attn.3: not evaluated: induction, delimiter>
+    >>> HeadName(0, 3)
+    <HeadName: L0H3: unlabeled>
+    >>> HeadName(0, 3, missing=("induction", "delimiter"))
+    <HeadName: L0H3: not evaluated: induction, delimiter>
     """
 
-    layer: str
+    layer: int
     head: int
     labels: tuple[Label, ...] = ()
     missing: tuple[str, ...] = ()
+    module: str = ""
 
     @property
     def label(self) -> str:
@@ -262,7 +264,7 @@ class HeadName:
         parts = [", ".join(one.label for one in self.labels)] if self.labels else []
         if self.missing:
             parts.append(f"{NOT_EVALUATED}: {', '.join(self.missing)}")
-        return f"<HeadName: {self.layer}.{self.head}: {'; '.join(parts) or NO_LABEL}>"
+        return f"<HeadName: {head_label(self.layer, self.head)}: {'; '.join(parts) or NO_LABEL}>"
 
 
 def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
@@ -363,12 +365,13 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
             )
     on_random: dict[tuple[str, int], dict[str, Any]] = {}
     for row in repeats.table() if repeats is not None else ():
-        on_random[row["layer"], row["head"]] = _at_random(row)
+        on_random[row["module"], row["head"]] = _at_random(row)
     names = []
     for row in seen.table():
-        place = row["layer"], row["head"]
-        figures = row | on_random.get(place, {})
-        names.append(HeadName(*place, label_head(figures), unevaluated_labels(figures)))
+        module, head = row["module"], row["head"]
+        figures = row | on_random.get((module, head), {})
+        labels, missing = label_head(figures), unevaluated_labels(figures)
+        names.append(HeadName(row["layer"], head, labels, missing, module))
     return names
 
 

@@ -38,25 +38,25 @@ def rows_of(
         for layer in found.layers
         if layer.kind == "self" and not layer.causal and 0 in streams[layer.keys].special
     }
-    random = {(row["layer"], row["head"]): row for row in _random(found)}
+    random = {(row["module"], row["head"]): row for row in _random(found)}
     by_head: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for table in effects for row in table):
-        by_head.setdefault((row["layer"], row["head"]), {}).update(row)
+        by_head.setdefault((row["module"], row["head"]), {}).update(row)
     rows = []
     for row in found.seen.table(texts=errors):
-        module = found.modules[row["layer"]]
-        unknown = AHEAD if row["layer"] in causal else ()
+        module = found.modules[row["module"]]
+        unknown = AHEAD if row["module"] in causal else ()
         figures = dict(_figures(row, "", unknown))
-        figures |= dict(_figures(random.get((row["layer"], row["head"]), {}), "_random", ()))
+        figures |= dict(_figures(random.get((row["module"], row["head"]), {}), "_random", ()))
         figures |= dict(_figures(by_head.get((module, row["head"]), {}), "", ()))
         figures |= derived(figures)
-        if row["layer"] in classed:
+        if row["module"] in classed:
             figures["cls"] = figures.get("first")
         rows.append(
             {
-                "layer": numbers[row["layer"]],
+                "layer": numbers[row["module"]],
                 "head": row["head"],
-                "module": row["layer"],
+                "module": row["module"],
                 "labels": [asdict(label) for label in label_head(figures)],
                 **figures,
             }

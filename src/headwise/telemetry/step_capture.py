@@ -158,11 +158,11 @@ class StepCapture:
     def left_out(self) -> dict[str, str]:
         """The modules that attended and whose calls were not captured, and why."""
         found = {} if self._net is None else self._net.names.left_out
-        meant = {name: why for name, why in found.items() if self._is_meant(name)}
+        meant = {name: why for name, why in found.items() if self._is_meant(name, None)}
         return meant | self._left_out
 
-    def _is_meant(self, name: str) -> bool:
-        return self.modules is None or self._meant(self.plain_name(name))
+    def _is_meant(self, name: str, layer: int | None) -> bool:
+        return self.modules is None or self._meant(self.plain_name(name), layer)
 
     def plain_name(self, name: str) -> str:
         """Return a module's name without wrappers."""
@@ -201,7 +201,7 @@ class StepCapture:
         """Add up what a call gives; whatever goes wrong here, the training goes on."""
         if call.again:
             return
-        if not self._is_meant(call.name):
+        if not self._is_meant(call.name, call.layer):
             self._not_meant[call.name] = None
             return
         if not self._counts():
