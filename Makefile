@@ -16,7 +16,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint page lint-page bench gpu native sanitize wheel release clean
+.PHONY: run test test-all test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint page lint-page bench gpu native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -40,16 +40,21 @@ run: .venv/.run $(COMPILED)
 # them, files with slow tests first (tests/conftest.py says which). Then all examples, and once more what calls
 # most of the package, with every annotated shape and dtype held to what really comes; compiled code is not
 # annotated, and what a rank has of an axis (T/R) cannot be checked.
+FILES = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + os.cpu_count())')
 SHAPES := src README.md docs tests/backends/test_attend.py tests/core/test_masks.py tests/layers/test_layer.py \
   tests/layers/test_cache.py tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py \
   tests/capture/test_watch.py
 test: .venv/.dev $(COMPILED) lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not ranks and not triton" tests
+	@$(BIN)/python -m pytest $(FILES) -m "not ranks and not triton and not slow" tests
 	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES) \
 	  --ignore docs/api/parallel.md \
 	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \
 	  --deselect tests/capture/test_watch.py::test_compiled_models_and_functions
+
+# The slow ones: compiled code, killed and resumed runs, the ladder, wheels, planted faults, whole sessions of the pages.
+test-all: test
+	@$(BIN)/python -m pytest $(FILES) -m slow tests
 
 # Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
 # vectors.

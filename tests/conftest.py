@@ -20,6 +20,8 @@ settings.register_profile(
 )
 settings.load_profile("headwise")
 
+LONG = ("slow", "browser")
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -29,10 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--unit", help="the native kernel's unit, such as avx2 (default: the best)")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: no worker is left alone with one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files that take long first: no worker is left alone with one at the end."""
+    long = {item.path for item in items for mark in item.iter_markers() if mark.name in LONG}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import combinations, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,3 +133,16 @@ def assert_as_good(
     allowed = (plain.double() - exact)[finite].abs().max().item()
     rounding = (ulps * EPS[dtype] + own) * max(1.0, exact[finite].abs().max().item())
     assert error <= factor * allowed + rounding, f"error {error:.2e}, definition's {allowed:.2e}"
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations in which any two values of two axes meet, in place of all of them."""
+    values = [list(axis) for axis in axes]
+    every = list(product(*(range(len(axis)) for axis in values)))
+    pairs = [{(a, b, c[a], c[b]) for a, b in combinations(range(len(axes)), 2)} for c in every]
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        best = max(range(len(every)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        chosen.append(tuple(axis[at] for axis, at in zip(values, every[best], strict=True)))
+    return chosen

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import headwise as hw
-from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, qkv
+from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, pairwise, qkv
 
 IDS = torch.arange(2 * S).view(2, S) * 7 % 5
 WEIGHT = torch.linspace(-1, 1, 8 * 30).view(8, 30)
@@ -58,14 +58,18 @@ def by_make_fx(run: Callable[..., object], parts: tuple[Tensor, ...]) -> Callabl
 
 
 @pytest.mark.parametrize(
-    ("trace", "gradients"), [(by_jit, False), (by_jit, True), (by_make_fx, False)]
+    ("backend", "name", "how"),
+    pairwise(
+        BACKENDS,
+        ["causal", "windowed documents"],
+        [(by_jit, False), (by_jit, True), (by_make_fx, False)],
+    ),
 )
-@pytest.mark.parametrize("name", ["causal", "windowed documents"])
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("quiet", "unchecked")
 def test_a_trace_computes_with_the_numbers_that_it_is_given(
-    backend: str, name: str, gradients: bool, trace: Callable[..., Callable[..., object]]
+    backend: str, name: str, how: tuple[Callable[..., Callable[..., object]], bool]
 ) -> None:
+    trace, gradients = how
     mask = MASKS_WITH_POSITIONS[name](T, S)
 
     def run(*parts: Tensor) -> dict[str, Tensor]:

@@ -139,6 +139,7 @@ def package() -> set[str]:
     return {f"headwise/{path.relative_to(PACKAGE).as_posix()}" for path in kept}
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
     done = build(tmp_path, "false")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,6 +164,7 @@ OLD = 'real -U__GNUC__ -D__GNUC__=9 -U__clang_major__ -D__clang_major__=9 "$@"'
 BROKEN = 'case "$*" in *unit.cpp*) exit 1;; esac; real "$@"'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -217,6 +219,7 @@ def test_a_unit_that_the_compiler_cannot_build_is_left_out(tmp_path: Path) -> No
     assert units == ["avx512", "avx2", "plain"]
 
 
+@pytest.mark.slow
 def test_the_built_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
     """`make wheel` made it. PyTorch and the like are those of this environment."""
     wheels = list((ROOT / "dist").glob("*.whl"))

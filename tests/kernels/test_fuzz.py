@@ -63,6 +63,7 @@ def drawn(count: int) -> list[Case]:
     return found
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(name: str) -> None:
@@ -115,6 +116,7 @@ def test_rows_more_than_2_31_numbers_apart(unit: str, axis: int, queries: int) -
             assert torch.equal(a, c)
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("unit", units() or ["none"])
 def test_more_than_2_31_dense_numbers(unit: str) -> None:

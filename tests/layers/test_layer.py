@@ -304,7 +304,6 @@ assert layer.qkv.weight.grad is not None
 """
 
 
-@pytest.mark.slow
 def test_compilation_without_a_graph_break():
     """In a process of its own: the shape checks of the test run cannot be traced."""
     ran = fresh.run(COMPILED)

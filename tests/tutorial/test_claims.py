@@ -22,6 +22,8 @@ from benchmarks.claims import learn, paths, relations, specialise, wrapper
 from benchmarks.claims.relations import OFFSETS, RELATIONS, Sentence, Trials
 from benchmarks.pages import runs
 
+pytestmark = pytest.mark.slow
+
 SENTENCES = relations.sentences()
 SMALL = relations.Settings(draws=50)
 
@@ -36,7 +38,6 @@ def test_a_missing_mark_is_an_error() -> None:
         claims.fill("<!-- table: learn -->\n<!-- end of table -->")
 
 
-@pytest.mark.slow
 def test_every_experiment_runs_and_fills_its_tables(tmp_path: Path) -> None:
     for name, experiment in claims.EXPERIMENTS.items():
         found = experiment.measure(experiment.TOY, lambda line: None)

@@ -34,6 +34,8 @@ from headwise.tutorial.compare import (
 )
 
 SMALL, OTHER = Size(2, 5, 6, 3), Size(1, 3, 130, 2)
+pytestmark = pytest.mark.slow
+
 NAMES = [rung.name for rung in rungs.RUNGS]
 
 
@@ -384,7 +386,6 @@ def test_tables_fit_eighty_columns(found: Ladder) -> None:
 # --- compiled -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_compiled_rungs_agree_and_flex_attention_runs_or_says_why() -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         if in_ci():
