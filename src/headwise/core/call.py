@@ -7,9 +7,10 @@ import os
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, strided
 from torch._C import (
     _are_functorch_transforms_active,
@@ -25,6 +26,20 @@ from .masks import Bias, as_mask
 from .modes import forward_derivatives, readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
+
+
+class AttendOptions(TypedDict, total=False):
+    """The options of a call of attention, which `attend()` describes; others take the same."""
+
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    sinks: Float[Tensor, " H"] | None
+    first_query: int | None
+
+
+OPTIONS = tuple(AttendOptions.__annotations__)
 
 K = TypeVar("K")
 V = TypeVar("V")

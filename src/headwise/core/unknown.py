@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
@@ -41,13 +41,14 @@ _WRITE = {
 def refuse_unknown(
     said: str,
     function: Callable[..., object],
-    given: Mapping[str, object],
+    given: Iterable[str],
     instead: Mapping[str, str] = MappingProxyType({}),
+    shared: Iterable[str] = (),
 ) -> NoReturn:
     """Raise TypeError for the first of the given arguments, which `function` does not have.
 
     `said` is the beginning of the call; hints in `instead` replace those for `attend`. Parameters
-    with a default are suggested otherwise.
+    with a default, and names in `shared`, are suggested otherwise.
 
     >>> refuse_unknown("attend(…", lambda x, mask=None: x, {"is_causal": True})
     Traceback (most recent call last):
@@ -58,7 +59,7 @@ def refuse_unknown(
     hint = instead.get(name) or next((text for names, text in _WRITE.items() if name in names), "")
     if not hint:
         parameters = inspect.signature(function).parameters.values()
-        known = [one.name for one in parameters if one.default is not one.empty]
+        known = [*shared, *(one.name for one in parameters if one.default is not one.empty)]
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}=?" if near else f"there are: {', '.join(known)}."
     else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, Choice, consider
-from ..core.mask_algebra import Mask
-from ..core.unknown import Unknown, refuse_unknown
+from ..core.call import OPTIONS, AttendOptions
+from ..core.unknown import refuse_unknown
 from ..kernels import ctypes_api as cpu
 from .observe import planned
 from .plan import VIA
@@ -55,24 +56,18 @@ def explain(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
     *statistics: Statistic,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    sinks: Float[Tensor, " H"] | None = None,
-    first_query: int | None = None,
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
     output: bool = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
-    **unknown: Unknown,
+    **options: Unpack[AttendOptions],
 ) -> Explanation:
-    """Every backend with its reasons for refusing the call, and the one that is taken.
+    """List every backend with its reasons for refusing the call, and name the one that is taken.
 
-    With statistics, also how `observe()` would read each of them; arguments are as there. Nothing
-    is computed.
+    With statistics, also say how `observe()` would read each of them. Arguments are those of
+    `observe()`. Nothing is computed.
 
     Raises:
         ValueError: as `observe()`.
@@ -92,20 +87,9 @@ def explain(
     entropy_share: a pass over the scores: softcap is not linear in the scores
     max_logit: rows of scores: those whose log-sum-exp can still win
     """
-    if unknown:
-        refuse_unknown("explain(q, k, v", explain, unknown)
-    call = Call.of(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
-        sinks=sinks,
-        first_query=first_query,
-        function="explain",
-    )
+    if unknown := [option for option in options if option not in OPTIONS]:
+        refuse_unknown("explain(q, k, v", explain, unknown, shared=OPTIONS)
+    call = Call.of(q, k, v, function="explain", **options)
     choices = tuple(consider(call))
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     keeps_graph = call.needs_grad

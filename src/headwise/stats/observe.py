@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, Native, choose
+from ..core.call import OPTIONS, AttendOptions
 from ..core.heard import observers
-from ..core.mask_algebra import Mask
 from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
-from ..core.unknown import Unknown, refuse_unknown
+from ..core.unknown import refuse_unknown
 from .lse import LSE
 from .plan import Need, Plan, Setting, plan
 from .record import Record
@@ -31,19 +32,13 @@ def observe(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
     *statistics: Statistic,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    sinks: Float[Tensor, " H"] | None = None,
-    first_query: int | None = None,
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
     output: bool | Float[Tensor, "B H T Dv"] = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
-    **unknown: Unknown,
+    **options: Unpack[AttendOptions],
 ) -> Seen:
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
@@ -54,7 +49,7 @@ def observe(
     keys and what keys receive count keys only, and so sum to what the sink leaves.
 
     Args:
-        statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
+        statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`.
         queries: look at so many queries, or at those of a list, in ascending order
             (`seen.queries`); default: at all. A number is drawn: the first ones (an eighth of
             them), the last two, and one from each of as many stretches of the rest, which grow with
@@ -67,6 +62,7 @@ def observe(
         gradients: LSE, entropy, distance and masses can be differentiated in q, k and sinks where
             these require it, and so stand in a loss; False detaches them.
         projection: weight of the output projection `[O, H · Dv]`, for `OutputNorm`.
+        options: `mask`, `scale`, `softcap`, `dropout`, `sinks` and `first_query`, as in `attend()`.
 
     Returns:
         A `Seen`: `seen.out`, `seen.lse`, and `seen[name]` for each statistic.
@@ -83,21 +79,10 @@ def observe(
     >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
     tensor([1., 2., 3., 4.])
     """
-    if unknown:
-        refuse_unknown("observe(q, k, v", observe, unknown)
-    call = Call.of(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
-        sinks=sinks,
-        first_query=first_query,
-        function="observe",
-    )
-    if call.prepared is None and batched(q, k, v, sinks, *call.mask.tensors()):
+    if unknown := [option for option in options if option not in OPTIONS]:
+        refuse_unknown("observe(q, k, v", observe, unknown, shared=OPTIONS)
+    call = Call.of(q, k, v, function="observe", **options)
+    if call.prepared is None and batched(q, k, v, call.sinks, *call.mask.tensors()):
         raise ValueError(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
