@@ -61,13 +61,13 @@ PER_KEY_AND_HEAD = (
 )
 TOGETHER = {
     "LSE, first, previous and self mass": "LSE, masses",
-    "these, entropy and distance": "LSE, masses, entropy, distance",
-    "these and received": "… and received",
-    "… on 64 drawn queries": "64 drawn queries of those",
-    "… from materialised weights": "those from materialised weights",
-    "… by a second pass in blocks, as one would write it": "those by two passes",
-    "every statistic above but `Sink()` and `Norms()`, in one call": "the full set",
-    "FlexAttention, compiled: the output alone": "FlexAttention",
+    "the same, entropy and distance": "LSE, masses, entropy, distance",
+    "the same and received attention": "… and received",
+    "the same on 64 sampled queries": "64 drawn queries of those",
+    "the same from materialized weights": "those from materialised weights",
+    "the same by a handwritten second pass in blocks": "those by two passes",
+    "all statistics except `Sink()` and `Norms()`, in one call": "the full set",
+    "FlexAttention, compiled: output only": "FlexAttention",
     "FlexAttention with distance": "FlexAttention, distance",
     "FlexAttention with `Map(64)`": "FlexAttention, Map(64)",
     "FlexAttention with LSE": "FlexAttention, LSE",
@@ -141,7 +141,7 @@ def _block(lines: Sequence[Line], costs: Costs) -> str:
         ]
         image = f"![{line.picture} of every head]({picture(line.picture)})"
         if not line.picture:
-            image = "the built-in model has none"
+            image = "the built-in model has no sinks"
         rows.append([line.statistic, *cells, image])
     return table([*head, "on the built-in model"], rows)
 
@@ -151,17 +151,17 @@ def _together(costs: Costs) -> str:
     lengths = [length for length in LENGTHS if length in costs.runs]
     attends = {length: costs.row(length, "attend") for length in lengths}
     times = [f"{1e3 * row['seconds']['median']:,.1f} ms" for row in attends.values() if row]
-    rows = [["`attend()` itself", *times]]
+    rows = [["`attend()`", *times]]
     rows += [
         [what, *(costs.cell(length, contender) for length in lengths)]
         for what, contender in TOGETHER.items()
     ]
     parts = [
         prose(" ".join(_taken(costs, length) for length in lengths)),
-        table(["× `attend()`", *(f"T {length:,}" for length in lengths)], rows),
+        table(["time ÷ `attend()`", *(f"T {length:,}" for length in lengths)], rows),
     ]
     if reasons := _refused(costs, lengths):
-        parts.append(prose("A dash: " + "; ".join(reasons) + "."))
+        parts.append(prose("Not available: " + "; ".join(reasons) + "."))
     if costs.long:
         parts.append(prose(_long(costs.long)))
     return "\n\n".join(parts)
@@ -197,4 +197,4 @@ def _long(run: dict[str, Any]) -> str:
         f"{row['peak_bytes_above_inputs'] / 2**20:,.0f} MiB above the inputs"
         for row in run["rows"]
     )
-    return f"Long calls, each in a process of its own ({run['date'][:10]}): {calls}."
+    return f"Long calls, each in its own process ({run['date'][:10]}): {calls}."
