@@ -144,6 +144,7 @@ kills: .venv/.dev
 lint: .venv/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/python tests/words.py
 	@found=$$($(BIN)/lint-imports --no-cache) || { echo "$$found" >&2; exit 1; }
 	@$(BIN)/pyright
 

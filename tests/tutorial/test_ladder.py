@@ -174,7 +174,7 @@ def test_ratios_are_to_the_rung_before(found: Ladder) -> None:
         assert ran[0].over_before == {}
         for before, row in pairwise(ran):
             beside: Any = row.over_before
-            assert list(beside) == list(module.FIGURES)
+            assert list(beside) == list(module.METRICS)
             assert beside["parameters"] == row.parameters / before.parameters  # type: ignore[operator]
             assert beside["peak_bytes"] == row.peak_bytes / before.peak_bytes  # type: ignore[operator]
             for figure in ("forward", "step"):
@@ -320,7 +320,7 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "PyTorch sees no such device" in refused(capsys, "--device", "cuda")
+    assert "PyTorch finds no CUDA device" in refused(capsys, "--device", "cuda")
 
 
 def test_a_fault_of_the_compiler_says_what_to_do(

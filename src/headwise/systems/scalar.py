@@ -1,26 +1,25 @@
-"""A GPT that trains, in plain Python: every number is a `Value` that knows where it came from.
+"""A GPT that trains in plain Python: every number is a `Value` that records its inputs.
 
-The first rung of the ladder, after Karpathy's microgpt (2026). Nothing but the standard library,
-and nothing hidden: a sum of products is a loop, a head is the slice `hs : hs + head_dim` of a list,
-and attention is causal because the lists of keys and values hold nothing of the future yet.
+The first rung of the ladder, after Karpathy's microgpt (2026). It needs only the standard library:
+a sum of products is a loop, a head is the slice `hs : hs + head_dim` of a list, and attention is
+causal because the lists of keys and values hold only past tokens.
 
     python -m headwise.systems.scalar --steps 1000
 
-The model is GPT-2's in outline, but with RMS norm (no weights), ReLU, no biases, and a matrix of
-its own for the logits: 16 wide, 4 heads, 1 layer, 16 positions; with 27 symbols 4,192 parameters.
-One document is one step. The file down to `sample` is the model; below it is what feeds it.
+The model resembles GPT-2, with RMS norm (no weights), ReLU, no biases and a separate matrix for the
+logits: width 16, 4 heads, 1 layer, 16 positions; with 27 symbols 4,192 parameters. Each step learns
+from one document. The model ends at `sample`; documents, baselines and the command follow.
 
 **Words.** Without `--data`, the documents are the words, 3 to 15 letters long, in the names that
 Unicode 3.2 gives to letters and syllables, which never change: *alef*, *ssangkiyeok*, *gyaeg*. With
 `--data FILE`, each line that is not blank is a document, in whatever symbols it has; only its first
-16 predictions count. (Thirteen lists were tried. Of those with all 26 letters, 1,000 steps end
-furthest under the bigram on this one; on some, of mostly English words, they end about level.)
+16 predictions count.
 
-**Baselines.** A tenth of the documents (200 at most), drawn by the seed, is held out. A unigram
-and a bigram model are counted on all the others, and smoothed (Witten and Bell 1991). The *window*
-is the documents of the last 100 steps: the model's loss on each is measured before it learns from
-it, while the baselines were counted on these documents too. What is *held out* nobody has seen.
-All losses are means over symbols, the end of a document included, in nats.
+**Baselines.** A tenth of the documents (at most 200), chosen by the seed, is held out. A unigram
+and a bigram model are counted on the others and smoothed (Witten and Bell 1991). The *window* is
+the documents of the last 100 steps: the loss of the model on each is measured before it learns from
+it, but the baselines were counted on these documents too. No model has seen the *held out* ones.
+All losses are means over symbols, including the end of a document, in nats.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-# --- numbers that remember: reverse-mode differentiation ------------------------------------------
+# --- reverse-mode differentiation -----------------------------------------------------------------
 
 Number = int | float
 
 
 class Value:
-    """A number, the values it was made of, and its slope along each of them.
+    """A number, the values it was computed from, and its derivative by each of them.
 
     >>> x, y = Value(2.0), Value(3.0)
     >>> z = x * y + x.relu() ** 3
@@ -104,7 +103,7 @@ class Value:
         return f"Value({self.data:.6g})"
 
     def backward(self) -> None:
-        """Add d self / d leaf to the `grad` of every leaf that self was made of."""
+        """Add d self / d leaf to the `grad` of every leaf in the graph of self."""
         nodes = graph(self)
         for node in nodes:
             if node.inputs:
@@ -116,9 +115,9 @@ class Value:
 
 
 def graph(root: Value) -> list[Value]:
-    """Return all values that `root` was made of and itself, each after its inputs.
+    """Return `root` and all values it was computed from, each after its inputs.
 
-    No recursion: depth is no limit. `sum(len(n.inputs) for n in graph(loss))` is the number of
+    It does not recurse, so depth is no limit. `sum(len(n.inputs) for n in graph(loss))` counts the
     multiply-adds of `loss.backward()`; those of the forward pass are about half as many.
     """
     order: list[Value] = []
@@ -136,8 +135,8 @@ def graph(root: Value) -> list[Value]:
 
 
 def dot(a: Sequence[Value], b: Sequence[Value]) -> Value:
-    """Return `a[0] * b[0] + a[1] * b[1] + …` as one value; as `2n − 1` values it takes ten times as
-    long."""
+    """Return `a[0] * b[0] + a[1] * b[1] + …` as one value, ten times faster than
+    as `2n − 1` values."""
     left, right = [x.data for x in a], [x.data for x in b]
     total = sum(x * y for x, y in zip(left, right, strict=True))
     return Value(total, (*a, *b), (*right, *left))
@@ -185,8 +184,8 @@ def attention(
 ) -> Vector:
     """Run multi-head attention for one token: it attends to itself and all earlier ones.
 
-    `keys` and `values` hold a row for each earlier token, and grow by this token's own. Nothing
-    is masked: what has not been appended cannot be seen.
+    `keys` and `values` hold a row for each earlier token; the rows of this token are appended.
+    No mask is needed, as later tokens have no rows yet.
     """
     query = linear(x, wq)
     if len(query) % n_head:
@@ -221,8 +220,8 @@ class ScalarGPT:
     >>> len(model.parameters())
     4192
     >>> keys, values = model.empty(), model.empty()
-    >>> logits = model.gpt(26, 0, keys, values)          # what may follow the start of a document
-    >>> len(logits), len(keys[0]), len(keys[0][0])       # 27 symbols; 1 token so far, 16 wide
+    >>> logits = model.gpt(26, 0, keys, values)          # of the first token of a document
+    >>> len(logits), len(keys[0]), len(keys[0][0])       # 27 symbols; 1 token so far, width 16
     (27, 1, 16)
     """
 
@@ -263,12 +262,11 @@ class ScalarGPT:
         return [value for matrix in self.state_dict.values() for row in matrix for value in row]
 
     def empty(self) -> list[Matrix]:
-        """Return the keys, or values, of a document that has not begun: a list a layer."""
+        """Return the empty keys, or values, of a new document: a list for each layer."""
         return [[] for _ in range(self.n_layer)]
 
     def gpt(self, token: int, position: int, keys: list[Matrix], values: list[Matrix]) -> Vector:
-        """Return the logits of the token after this one; keys and values of every layer grow by
-        one."""
+        """Return the logits of the next token, and append to keys and values of every layer."""
         w = self.state_dict
         if not (0 <= token < len(w["wte"]) and 0 <= position < self.block_size):
             raise ValueError(
@@ -290,9 +288,7 @@ class ScalarGPT:
         """Return the loss on each token but the first, given those before it; cut at the block's
         end."""
         if len(tokens) < 2:
-            raise ValueError(
-                f"losses({list(tokens)}): give two tokens at least, the second to foretell"
-            )
+            raise ValueError(f"losses({list(tokens)}): give at least two tokens")
         keys, values = self.empty(), self.empty()
         pairs = list(pairwise(tokens))[: self.block_size]
         return [
@@ -325,7 +321,7 @@ class Adam:
 def train(
     model: ScalarGPT, documents: Sequence[list[int]], steps: int, rate: float = 0.01
 ) -> Iterator[list[float]]:
-    """Learn from one document a step, in their order; yields its losses as they were before.
+    """Learn from one document at each step, in order; yield its losses before the step.
 
     The learning rate falls linearly from `rate` to 0 over the `steps`.
     """
@@ -339,10 +335,9 @@ def train(
 
 
 def sample(model: ScalarGPT, start: int, temperature: float, draw: random.Random) -> list[int]:
-    """Generate a document: the model's own tokens until it writes `start` again or its block is
-    full.
+    """Generate the tokens of a document, until `start` comes again or the block is full.
 
-    Logits are divided by the temperature; 0 takes the likeliest token.
+    Logits are divided by the temperature; with 0 the most likely token is taken.
     """
     keys, values = model.empty(), model.empty()
     tokens = [start]
@@ -369,12 +364,12 @@ def unicode_words() -> list[str]:
     >>> len(words), words[1000], words[4000], "alef" in words
     (12867, 'bwael', 'ggyam', True)
     """
-    found: set[str] = set()
+    words: set[str] = set()
     for code in range(sys.maxunicode + 1):
         name = unicodedata.ucd_3_2_0.name(chr(code), "")
         if "LETTER" in name or "SYLLAB" in name:
-            found.update(re.findall("[a-z]+", name.lower()))
-    return sorted(word for word in found if 3 <= len(word) <= 15)
+            words.update(re.findall("[a-z]+", name.lower()))
+    return sorted(word for word in words if 3 <= len(word) <= 15)
 
 
 def read_documents(path: Path) -> list[str]:
@@ -395,9 +390,9 @@ def read_documents(path: Path) -> list[str]:
 class Baseline:
     """A bigram model counted on documents, or, with `history=False`, a unigram model.
 
-    Witten–Bell: what came once was new once, so after `a`, which n different tokens followed
-    N times, the share `n / (n + N)` is left to what never did. It is dealt out as the unigram
-    model deals, and that one's share evenly.
+    Smoothed after Witten and Bell: if n different tokens followed a token N times, the probability
+    `n / (n + N)` goes to unseen followers, in proportion to the unigram model; its own share for
+    unseen tokens is uniform.
     """
 
     def __init__(self, documents: Sequence[list[int]], vocab_size: int, history: bool) -> None:
@@ -437,7 +432,7 @@ def run(
     temperature: float,
     kind: type[ScalarGPT] = ScalarGPT,
 ) -> dict[str, object]:
-    """Train on the texts, print how it goes and what it writes; returns the figures of record."""
+    """Train on the texts, print losses and samples, and return the metrics."""
     symbols = sorted(set("".join(texts)))
     start = len(symbols)  # one token begins and ends every document
     place = {symbol: i for i, symbol in enumerate(symbols)}
@@ -476,8 +471,8 @@ def run(
     lines = ["".join(symbols[token] for token in each) for each in written]
     for line in lines:
         print("".join(symbol if symbol.isprintable() else "?" for symbol in line))
-    figures = {"seconds": seconds, "window": window, "held_out": unseen, "samples": lines}
-    return {"sizes": sizes, **figures}
+    metrics = {"seconds": seconds, "window": window, "held_out": unseen, "samples": lines}
+    return {"sizes": sizes, **metrics}
 
 
 def mean(losses: Iterable[list[float]]) -> float:
@@ -486,8 +481,8 @@ def mean(losses: Iterable[list[float]]) -> float:
     return sum(flat) / len(flat)
 
 
-def shown(figures: dict[str, float]) -> str:
-    return "   ".join(f"{name} {figure:.3f}" for name, figure in figures.items())
+def shown(metrics: dict[str, float]) -> str:
+    return "   ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 
 def passing(text: str) -> None:
@@ -496,15 +491,15 @@ def passing(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def record(path: Path, settings: dict[str, object], figures: dict[str, object]) -> None:
-    """Keep a run as JSON, with the machine it ran on."""
+def record(path: Path, settings: dict[str, object], metrics: dict[str, object]) -> None:
+    """Save a run as JSON, with the machine."""
     info = Path("/proc/cpuinfo")
-    found = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
-    machine = {"cpu": found[1] if found else platform.machine(), "cores": os.cpu_count()}
+    model = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
+    machine = {"cpu": model[1] if model else platform.machine(), "cores": os.cpu_count()}
     machine["python"] = platform.python_version()
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     head = {"benchmark": "scalar", "date": date, "machine": machine, "settings": settings}
-    path.write_text(json.dumps(head | figures, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(json.dumps(head | metrics, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -523,9 +518,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="FILE", help="a document a line; none: words of Unicode 3.2")
     add("--steps", type=int, default=1000, help="documents to learn from (1000)")
     add("--seed", type=int, default=0, help="of weights, order and samples (0)")
-    add("--samples", type=int, default=20, help="documents to write at the end (20)")
-    add("--temperature", type=float, default=0.5, help="of the samples; 0: the likeliest (0.5)")
-    add("--record", type=Path, metavar="FILE", help="keep the figures of the run as JSON")
+    add("--samples", type=int, default=20, help="documents to generate at the end (20)")
+    add("--temperature", type=float, default=0.5, help="of the samples; 0: the most likely (0.5)")
+    add("--record", type=Path, metavar="FILE", help="save the metrics of the run as JSON")
     options = parser.parse_args(arguments)
     for name, least in {"steps": 1, "samples": 0, "temperature": 0}.items():
         if not least <= getattr(options, name) < math.inf:
@@ -543,15 +538,15 @@ def main(arguments: list[str] | None = None) -> int:
     }
     try:
         texts = read_documents(options.data) if options.data else unicode_words()
-        figures = run(texts, **settings)
+        metrics = run(texts, **settings)
         if options.record:
             data = options.data.name if options.data else "words of Unicode 3.2"
-            record(options.record, {"data": data, **settings}, figures)
+            record(options.record, {"data": data, **settings}, metrics)
     except KeyboardInterrupt:
         passing("")
         print("headwise.systems.scalar: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe, `head` say, has had enough
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(f"headwise.systems.scalar: {error}", file=sys.stderr)
@@ -561,5 +556,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # samples in symbols it cannot write
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # samples may have symbols it cannot encode
     sys.exit(main())

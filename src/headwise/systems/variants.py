@@ -1,4 +1,4 @@
-"""What else people write: the same causal layer on one layout of weights, headwise's own.
+"""Other ways to write the same causal layer, on one layout of weights: headwise's own.
 
 Every class here computes the same function as `headwise.MultiHeadAttention` with `Causal()`, and
 loads its state: `qkv`, one Linear for queries, keys and values, and `out`. They differ in who does
@@ -81,7 +81,7 @@ class Einsum(Packed):
 
 
 class SDPAFlag(Packed):
-    """PyTorch's fused attention, told that it is causal: it may skip what is hidden."""
+    """PyTorch's fused attention, with `is_causal=True`: it may skip hidden keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

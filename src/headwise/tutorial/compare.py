@@ -1,8 +1,8 @@
-"""The ladder side by side: every rung on the same weights and input, first equal, then measured.
+"""Compare the rungs of the ladder on the same weights and input: first correctness, then cost.
 
-A rung is equal when its output and its input's gradient are as near to the definition in float64 as
-the definition itself is in float32, times a small factor. One that is not is named, and nothing is
-timed. The rungs are the files of `headwise.systems`; beside them stands what else people write.
+A rung is correct if its output and the gradient of its input are as close to the definition in
+float64 as the definition in float32 is, times a small factor. A wrong rung is named and nothing is
+timed. The rungs are the files of `headwise.systems` and the fused layers of PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..core.masks import Causal
 from ..core.reference import attention
 from ..systems.variants import flex_lacks_backward
 from . import timing
-from .runners import FLEX, RUNGS, SIZES, Rung, Runner, Size, parse_sizes, runner, weights
+from .runners import FLEX, RUNGS, SIZES, Rung, Scalars, Size, Torch, parse_sizes, runner, weights
 from .timing import Spread
 
 __all__ = [
@@ -39,13 +39,13 @@ __all__ = [
     "table",
 ]
 
-FACTOR = 4  # a rung's error over the float32 definition's: another order of the same sums
-SCALAR_MULTIPLY_ADDS = 100_000  # about a second forward and backward, one number at a time
-FIGURES = ("parameters", "multiply_adds", "peak_bytes", "forward", "step")
+FACTOR = 4  # the allowed error, times that of the definition in float32: sums in another order
+SCALAR_MULTIPLY_ADDS = 100_000  # about a second forward and backward in the scalar rung
+METRICS = ("parameters", "multiply_adds", "peak_bytes", "forward", "step")
 
 
 class Disagreement(Exception):
-    """A rung does not compute what the definition does: the message says which and by how much."""
+    """A rung differs from the definition; the message names the rung and the difference."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class Row:
     """One rung at one size.
 
     Attributes:
-        left_out: why it was not run; then it has no figures.
-        difference: the output's largest difference from the definition in float64.
-        allowed: the most that would have been accepted.
-        gradient_difference: the same of the input's gradient; None where there is no backward.
-        parameters: numbers that training would change.
-        multiply_adds: of the forward pass, as if no key were hidden where that is how the rung
-            computes; None where they cannot be counted.
-        peak_bytes: what forward and backward add to memory, gradients included.
+        left_out: the reason that the rung was not run; then the row has no metrics.
+        difference: the largest difference of the output from the definition in float64.
+        allowed: the largest difference that is accepted.
+        gradient_difference: the same for the gradient of the input; None without a backward pass.
+        parameters: the number of trainable parameters.
+        multiply_adds: of the forward pass; hidden keys count unless the rung skips them. None if
+            they cannot be counted.
+        peak_bytes: the peak memory of forward and backward, gradients included.
         forward: seconds without gradients.
         step: seconds of forward and backward.
-        over_before: for each of these figures, the ratio to the rung before that has it; of times
-            the median of the ratios round by round, with quartiles.
+        over_before: the ratio of each metric to that of the previous rung that has it; for times
+            the median and quartiles of the ratios of single rounds.
     """
 
     size: str
@@ -86,14 +86,14 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Ladder:
-    """All rows, rung by rung and size by size, and how they came about."""
+    """The rows of all rungs and sizes, and the settings and machine of the run."""
 
     rows: list[Row]
     provenance: dict[str, Any]
 
     def __repr__(self) -> str:
         sizes = ", ".join(dict.fromkeys(row.size for row in self.rows))
-        return f"<Ladder: {len(self.rows)} rows at {sizes}; .to_dict() has the figures>"
+        return f"<Ladder: {len(self.rows)} rows at {sizes}; .to_dict() has the metrics>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -112,19 +112,19 @@ def climb(
     """Run every rung at every size.
 
     Args:
-        sizes: what to compare at. The scalar rung runs where a forward pass has at most
+        sizes: the sizes to compare. The scalar rung runs only if a forward pass has at most
             `SCALAR_MULTIPLY_ADDS`.
         device: `cpu` or `cuda`.
-        compile: run every rung but the scalar one through `torch.compile`; FlexAttention, which
-            is only fast compiled, runs only then.
-        rounds: of timing; each rung has a turn in every round.
-        seed: of weights, input and the gradient that comes back.
-        report: called with the share of the work that is done.
+        compile: compile every rung but the scalar one with `torch.compile`. FlexAttention runs only
+            compiled.
+        rounds: the number of timing rounds; each round times each rung once.
+        seed: the seed of weights, input and output gradient.
+        report: called with the completed fraction of the work.
 
     Raises:
-        ValueError: no sizes, a device that is not there, a size that does not fit in memory, or
-            a rung that cannot be compiled here.
-        Disagreement: a rung that is not equal to the definition; nothing is timed at that size.
+        ValueError: no sizes, a missing device, a size that does not fit in memory, or a rung that
+            cannot be compiled on this machine.
+        Disagreement: a rung differs from the definition; nothing is timed at that size.
     """
     _check_call(sizes, device, rounds)
     rows: list[Row] = []
@@ -162,16 +162,16 @@ def _check_call(sizes: Sequence[Size], device: str, rounds: int) -> None:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: give cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch sees no such device; leave --device out")
+        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave --device out")
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: must be at least 1")
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for size in sizes:
         need = 6 * 8 * size.batch * size.heads * size.length**2  # float64, forward and backward
-        if need > there:
+        if need > memory:
             raise ValueError(
                 f"--sizes {size}: the definition's matrices need about {need / 2**30:,.0f} GiB, "
-                f"and this machine has {there / 2**30:,.0f}; give a smaller batch or length"
+                f"and this machine has {memory / 2**30:,.0f}; give a smaller batch or length"
             )
 
 
@@ -185,13 +185,13 @@ def _at(
 ) -> list[Row]:
     """Run all rungs at one size."""
     if compile:
-        torch.compiler.reset()  # rungs share code; PyTorch gives up where it has too many versions
+        torch.compiler.reset()  # rungs share code; PyTorch limits the recompilations of a function
     generator = torch.Generator().manual_seed(seed)
     state = weights(size, generator)
     x, pull = torch.randn(2, size.batch, size.length, size.width, generator=generator).to(device)
     truth = _Truth(size, state, x, pull)
     rows: list[Row] = []
-    runners: dict[str, Runner] = {}
+    runners: dict[str, Torch | Scalars] = {}
     for rung in RUNGS:
         row = Row(str(size), rung.name, rung.where, rung.note)
         left_out = _refusal(rung, size, compile)
@@ -247,15 +247,15 @@ def _refusal(rung: Rung, size: Size, compile: bool) -> str | None:
             f"there are at most {SCALAR_MULTIPLY_ADDS:,}"
         )
     if rung.name == FLEX and not compile:
-        return "it is only fused where it is compiled; give --compile"
+        return "it is fused only if it is compiled; give --compile"
     return None
 
 
-def _checked(row: Row, rung: Rung, run: Runner, truth: _Truth) -> Row:
-    """Return the row with everything but times; or the reason that FlexAttention does not run here.
+def _checked(row: Row, rung: Rung, run: Torch | Scalars, truth: _Truth) -> Row:
+    """Return the row without times; for FlexAttention maybe with the reason that it does not run.
 
     Raises:
-        Disagreement: the rung does not compute what the definition does.
+        Disagreement: the rung differs from the definition.
     """
     x, pull = truth.x, truth.pull
     backward = flex_lacks_backward(x.device) if rung.name == FLEX else None
@@ -264,7 +264,7 @@ def _checked(row: Row, rung: Rung, run: Runner, truth: _Truth) -> Row:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split(chr(10))[:2])}"
         if rung.name == FLEX:
-            # What its compiler needs (a tool chain, a head's width) differs between machines.
+            # Its compiler depends on the machine: a tool chain, a minimal head dimension.
             return replace(row, left_out=f"it does not run here: {reason}")
         if _from_compiler(error):
             raise ValueError(
@@ -272,23 +272,23 @@ def _checked(row: Row, rung: Rung, run: Runner, truth: _Truth) -> Row:
                 "leave --compile out"
             ) from error
         raise
-    found: list[float | None] = []
-    for what, value, exact, allowed in zip(
+    differences: list[float | None] = []
+    for quantity, value, exact, allowed in zip(
         ("output", "gradient of the input"), got, truth.exact, truth.allowed, strict=True
     ):
-        found.append(None if value is None else _largest(value.to(x.device), exact))
-        if found[-1] is not None and not found[-1] <= allowed:  # NaN too
+        differences.append(None if value is None else _largest(value.to(x.device), exact))
+        if differences[-1] is not None and not differences[-1] <= allowed:  # NaN too
             raise Disagreement(
-                f"the rung {rung.name!r} ({rung.where}) does not agree at {row.size}: its {what} "
-                f"differs from the definition by {found[-1]:.2g}, and at most {allowed:.2g} would "
-                "be rounding; nothing was timed"
+                f"the rung {rung.name!r} ({rung.where}) does not agree at {row.size}: its "
+                f"{quantity} differs from the definition by {differences[-1]:.2g}, but rounding "
+                f"explains at most {allowed:.2g}; nothing was timed"
             )
     return replace(
         row,
         note="; ".join(filter(None, (row.note, backward))),
-        difference=found[0],
+        difference=differences[0],
         allowed=truth.allowed[0],
-        gradient_difference=found[1],
+        gradient_difference=differences[1],
         gradient_allowed=None if backward else truth.allowed[1],
         parameters=run.parameters,
         multiply_adds=run.multiply_adds(x),
@@ -304,60 +304,60 @@ def _from_compiler(error: Exception) -> bool:
 
 def _timed(
     rows: list[Row],
-    runners: Mapping[str, Runner],
+    runners: Mapping[str, Torch | Scalars],
     x: Tensor,
     pull: Tensor,
     rounds: int,
     report: Callable[[float], None],
 ) -> list[Row]:
-    """Return the rows with times, and every metric beside that of the rung before."""
+    """Return the rows with times, and with the ratio of each metric to the previous rung."""
     forward = timing.interleaved(
         {name: partial(run.forward, x) for name, run in runners.items()},
         rounds,
         report=lambda share: report(0.4 + 0.25 * share),
     )
-    able = {row.rung for row in rows if row.gradient_difference is not None}
+    trainable = {row.rung for row in rows if row.gradient_difference is not None}
     step = timing.interleaved(
-        {name: partial(run.step, x, pull) for name, run in runners.items() if name in able},
+        {name: partial(run.step, x, pull) for name, run in runners.items() if name in trainable},
         rounds,
         report=lambda share: report(0.65 + 0.35 * share),
     )
-    taken = {"forward": forward, "step": step}
+    times = {"forward": forward, "step": step}
     rows = [
         replace(
             row,
             **{
-                figure: Spread.of(seconds[row.rung])
-                for figure, seconds in taken.items()
+                metric: Spread.of(seconds[row.rung])
+                for metric, seconds in times.items()
                 if row.rung in seconds
             },
         )
         for row in rows
     ]
     return [
-        replace(row, over_before=_beside(row, rows[:index], taken))
+        replace(row, over_before=_ratios(row, rows[:index], times))
         for index, row in enumerate(rows)
     ]
 
 
-def _beside(
-    row: Row, earlier: Sequence[Row], taken: Mapping[str, Mapping[str, list[float]]]
+def _ratios(
+    row: Row, earlier: Sequence[Row], times: Mapping[str, Mapping[str, list[float]]]
 ) -> dict[str, float | Spread]:
-    found: dict[str, float | Spread] = {}
-    for figure in FIGURES:
-        value = getattr(row, figure)
-        before = next((r for r in reversed(earlier) if getattr(r, figure) is not None), None)
+    ratios: dict[str, float | Spread] = {}
+    for metric in METRICS:
+        value = getattr(row, metric)
+        before = next((r for r in reversed(earlier) if getattr(r, metric) is not None), None)
         if value is None or before is None:
             continue
-        found[figure] = (
-            timing.ratio(taken[figure], row.rung, before.rung)
-            if figure in taken
-            else value / getattr(before, figure)
+        ratios[metric] = (
+            timing.ratio(times[metric], row.rung, before.rung)
+            if metric in times
+            else value / getattr(before, metric)
         )
-    return found
+    return ratios
 
 
-# --- for people -----------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def shown(ladder: Ladder) -> Iterator[Table | str]:
@@ -367,11 +367,11 @@ def shown(ladder: Ladder) -> Iterator[Table | str]:
         yield table(ladder, size)
         yield from (f"  {note}" for note in notes(ladder, size))
     yield (
-        f"medians of {facts['settings']['rounds']} rounds; ×: beside the rung before; off by: from "
-        "the definition in float64; memory: added by forward and backward"
+        f"medians of {facts['settings']['rounds']} rounds; ×: ratio to the previous rung; off by: "
+        "difference from the definition in float64; memory: the peak of forward and backward"
     )
     yield (
-        f"the machine, in the same run: {facts['limits']['matmul_gflops']:,.0f} GFLOP/s in a "
+        f"this machine, in the same run: {facts['limits']['matmul_gflops']:,.0f} GFLOP/s in a "
         f"matrix product, {facts['limits']['copy_gb_per_s']:,.0f} GB/s in a copy"
     )
 
@@ -387,36 +387,36 @@ HEADINGS = (
 
 
 def table(ladder: Ladder, size: str) -> Table:
-    """Return the rows of one size: each metric, and its ratio to the rung before."""
+    """Return the rows of one size: each metric and its ratio to the previous rung."""
     rows = [row for row in ladder.rows if row.size == size and row.left_out is None]
     cells = [_cells(row) for row in rows]
-    drawn = Table(
+    output = Table(
         title=f"B x T x E x H = {size}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         header_style="bold",
     )
-    drawn.add_column("rung", no_wrap=True)
+    output.add_column("rung", no_wrap=True)
     for heading, column in zip(HEADINGS, zip(*cells, strict=True), strict=True):
-        # Down to 80 columns no number is cut: ratios go to a line of their own.
+        # At 80 columns no number is cut: ratios wrap to the next line.
         words = " ".join((heading, *column)).split()
-        drawn.add_column(heading, justify="right", min_width=max(map(len, words)))
-    for row, figures in zip(rows, cells, strict=True):
-        drawn.add_row(row.rung, *figures)
-    return drawn
+        output.add_column(heading, justify="right", min_width=max(map(len, words)))
+    for row, metrics in zip(rows, cells, strict=True):
+        output.add_row(row.rung, *metrics)
+    return output
 
 
 def notes(ladder: Ladder, size: str) -> list[str]:
-    """Return notes on single rows, and the rows that were left out."""
+    """Return the notes on rows and the reasons for rows that were left out."""
     rows = [row for row in ladder.rows if row.size == size]
     lines = [f"{row.rung}: {row.note}" for row in rows if row.note and row.left_out is None]
     return lines + [f"{row.rung} left out: {row.left_out}" for row in rows if row.left_out]
 
 
 def _cells(row: Row) -> list[str]:
-    def cell(figure: str, text: str) -> str:
-        ratio = (row.over_before or {}).get(figure)
+    def cell(metric: str, text: str) -> str:
+        ratio = (row.over_before or {}).get(metric)
         if ratio is None:
             return text
         ratio = ratio.median if isinstance(ratio, Spread) else ratio

@@ -1,7 +1,7 @@
 """The rungs of the ladder, each ready to run on the same weights.
 
-The weights are four matrices in the layout `functional`; `convert` gives every rung its own. There
-are no biases: the scalar rung has none, so where a class always has them they are 0.
+The weights are four matrices in the layout `functional`; `convert` maps them to the layout of each
+rung. The scalar rung has no biases, so biases that a class always has are 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,44 +73,27 @@ def parse_sizes(texts: Sequence[str]) -> list[Size]:
     return list(sizes)
 
 
-@runtime_checkable
-class Runner(Protocol):
-    """A rung with its weights, ready to run."""
-
-    parameters: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, without gradients."""
-        ...
-
-    def step(self, x: Tensor, pull: Tensor) -> Tensor:
-        """Run forward, and backward from `pull` to weights and input; return x's gradient."""
-        ...
-
-    def multiply_adds(self, x: Tensor) -> int | None:
-        """Return the multiply-adds of one forward pass; None if they are not counted."""
-        ...
-
-    def peak_bytes(self, x: Tensor, pull: Tensor) -> int:
-        """Return the memory that a step adds at most: activations, temporaries and gradients."""
-        ...
-
-
 class Torch:
-    """A module of PyTorch, as it is or compiled."""
+    """Run a PyTorch module, eagerly or compiled.
 
-    def __init__(self, module: nn.Module, compile: bool) -> None:
+    Without `counted`, its multiply-adds are None: PyTorch's counter misses compiled kernels.
+    """
+
+    def __init__(self, module: nn.Module, compile: bool, counted: bool = True) -> None:
         self.parameters = sum(weight.numel() for weight in module.parameters())
         self._module = module
+        self._counted = counted
         self._call: Callable[[Tensor], Tensor] = (
             torch.compile(module, fullgraph=True, dynamic=False) if compile else module
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output, without gradients."""
         with torch.no_grad():
             return self._call(x)
 
     def step(self, x: Tensor, pull: Tensor) -> Tensor:
+        """Run forward, and backward from `pull` to weights and input; return the gradient of x."""
         self._module.zero_grad(set_to_none=True)
         leaf = x.detach().requires_grad_()
         self._call(leaf).backward(pull)
@@ -118,26 +101,18 @@ class Torch:
         return leaf.grad
 
     def multiply_adds(self, x: Tensor) -> int | None:
+        """Return the multiply-adds of one forward pass; None if they are not counted."""
         # With gradients, so that PyTorch's own layer takes no shortcut that the counter misses.
-        return timing.multiply_adds(lambda: self._module(x))
+        return timing.multiply_adds(lambda: self._module(x)) if self._counted else None
 
     def peak_bytes(self, x: Tensor, pull: Tensor) -> int:
+        """Return the peak memory of a step: activations, temporaries and gradients."""
         self._module.zero_grad(set_to_none=True)
         return timing.peak_bytes(lambda: self.step(x, pull), x.device.type)
 
 
-class Flex(Torch):
-    """FlexAttention: compiled in any case, and unseen by the counter."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, compile=False)
-
-    def multiply_adds(self, x: Tensor) -> int | None:
-        return None
-
-
 class Scalars:
-    """The rung of single numbers."""
+    """Run the scalar rung, with the methods of `Torch`."""
 
     def __init__(self, weights: Mapping[str, list[list[float]]], heads: int) -> None:
         self._weights = {name: scalar.as_values(rows) for name, rows in weights.items()}
@@ -194,50 +169,26 @@ def _tensor(numbers: list[list[list[float]]]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)  # as Python's numbers are
 
 
-class WithOutput(nn.Module):
-    """The wrapper of `per_head`, which only joins its heads, and the output projection it lacks."""
+class Adapted(nn.Module):
+    """A layer with a call of its own: `call(layer, x)` returns the output alone."""
 
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width, heads = size.width, size.heads
-        self.attention = per_head.MultiHeadedAttentionWrapper(
-            width, width // heads, size.length, 0.0, heads
-        )
-        self.out_proj = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_proj(self.attention(x))
-
-
-class FirstOutput(nn.Module):
-    """Of a rung that also gives its weights, the output."""
-
-    def __init__(self, module: functional.MultiHead, size: Size) -> None:
-        super().__init__()
-        self.module = module
-        self.register_buffer("mask", torch.ones(size.length, size.length).tril().bool())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x, mask=self.get_buffer("mask"))[0]
-
-
-class Causally(nn.Module):
-    """headwise's own layer under its causal mask."""
-
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer = layer
+        self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, mask=Causal())
+        return self.call(self.layer, x)
 
 
 def _per_head(size: Size, state: State) -> nn.Module:
-    heads = {**state, "W_o.weight": torch.eye(size.width)}
-    layer = WithOutput(size)
-    layer.attention.load_state_dict(_converted(heads, "per_head", size))
-    layer.out_proj.load_state_dict({"weight": state["W_o.weight"]})
-    return layer
+    width, heads = size.width, size.heads
+    attention = per_head.MultiHeadedAttentionWrapper(width, width // heads, size.length, 0.0, heads)
+    identity = {**state, "W_o.weight": torch.eye(width)}
+    attention.load_state_dict(_converted(identity, "per_head", size))
+    out_proj = nn.Linear(width, width, bias=False)
+    out_proj.load_state_dict({"weight": state["W_o.weight"]})
+    return nn.Sequential(attention, out_proj)
 
 
 def _split(size: Size, state: State) -> nn.Module:
@@ -248,7 +199,8 @@ def _split(size: Size, state: State) -> nn.Module:
 def _functional(size: Size, state: State) -> nn.Module:
     layer = functional.MultiHead(size.width, size.heads)
     layer.load_state_dict(state)
-    return FirstOutput(layer, size)
+    mask = torch.ones(size.length, size.length).tril().bool()
+    return Adapted(layer, lambda layer, x: layer(x, mask=mask.to(x.device))[0])
 
 
 def _fused(size: Size, state: State) -> nn.Module:
@@ -266,7 +218,8 @@ def _torch(weights: bool, size: Size, state: State) -> nn.Module:
 
 
 def _headwise(size: Size, state: State) -> nn.Module:
-    return Causally(_packed(MultiHeadAttention, size, state))
+    layer = _packed(MultiHeadAttention, size, state)
+    return Adapted(layer, lambda layer, x: layer(x, mask=Causal()))
 
 
 def _loaded(layer: nn.Module, layout: str, size: Size, state: State) -> nn.Module:
@@ -280,7 +233,7 @@ def _converted(state: State, target: str, size: Size) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rung:
-    """A name, where it is written, how it is built, and what to know about its row."""
+    """The name of a rung, the file or class that defines it, its builder and a note on its row."""
 
     name: str
     where: str
@@ -326,9 +279,10 @@ def weights(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def runner(rung: Rung, size: Size, state: State, device: str, compile: bool) -> Runner:
+def runner(rung: Rung, size: Size, state: State, device: str, compile: bool) -> Torch | Scalars:
     """Return a rung with these weights on a device, compiled if requested."""
     if rung.build is None:
         return Scalars(_converted(state, "microgpt", size), size.heads)
     module = rung.build(size, state).to(device)
-    return Flex(module) if rung.name == FLEX else Torch(module, compile)
+    flex = rung.name == FLEX  # compiles itself
+    return Torch(module, compile and not flex, counted=not flex)

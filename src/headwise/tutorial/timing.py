@@ -1,8 +1,7 @@
-"""Timing for people first: interleaved rounds, what the machine can do, one JSON file a run.
+"""Time calls in interleaved rounds; count multiply-adds and peak memory; describe the machine.
 
-Contenders take turns within a round and rounds are many, so that whatever else the machine does
-hits all of them alike; a ratio is taken round by round, and its median and quartiles reported.
-What does not vary is counted beside it: multiply-adds, and bytes at the peak of a call.
+The contenders take turns within each of many rounds, so that other load on the machine affects all
+of them alike. A ratio is computed in each round; its median and quartiles are reported.
 """
 
 from __future__ import annotations
@@ -58,14 +57,13 @@ def interleaved(
     within: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time calls by turns: seconds per call of each contender, one figure a round.
+    """Time calls in turns; return seconds per call of each contender, one value for each round.
 
-    Each takes its turn in every round, in an order drawn anew. A turn repeats the call until it
-    lasts about `least` seconds; with `least` 0 it is one call. One round comes first that does not
-    count. `report` is called with the share of the rounds that is done, after each of them. Rounds
-    are fewer, but 3 at least, where `rounds` of them would take more than `within` seconds; where
-    a single one takes as long, the first calls are the round that does not count.
-    `clock` is `time.process_time` to count what this process computes, whoever else is at work.
+    Every round runs each contender once, in random order. A turn repeats the call until it lasts
+    about `least` seconds; with `least` 0 it is one call. A warm-up round is not counted. `report`
+    is called after each round with the completed fraction. If the rounds would take more than
+    `within` seconds, there are fewer of them, at least 3; if one round takes as long, the first
+    calls are the warm-up. Pass `time.process_time` as `clock` to measure this process alone.
     """
     once = {name: _turn(work, 1, clock) for name, work in contenders.items()}  # compiles, allocates
     before = int(sum(once.values()) < within)
@@ -109,9 +107,9 @@ def ratio(taken: Mapping[str, list[float]], name: str, beside: str) -> Spread:
 
 
 def limits(device: str = "cpu") -> dict[str, float]:
-    """Measure this machine's limits now: matmul and memory copy, best of several.
+    """Measure the limits of this machine: matrix product and memory copy, best of five.
 
-    The matmul is in float32, and on CUDA in bfloat16, whose units attention works on.
+    The matrix product is in float32; on CUDA in bfloat16, the type of attention kernels there.
     """
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
@@ -126,10 +124,9 @@ def limits(device: str = "cpu") -> dict[str, float]:
 
 
 def multiply_adds(work: Work) -> int:
-    """Count the multiply-adds of the matrix products of a call, as PyTorch's operators name them.
+    """Count the multiply-adds of the matrix products of a call, in PyTorch's operators.
 
-    Fused attention counts as if no key were hidden, whatever its kernel skips. Compiled code is
-    not seen.
+    Fused attention counts as if no key were hidden. Compiled code is not counted.
 
     >>> multiply_adds(lambda: torch.ones(2, 3) @ torch.ones(3, 5))
     30
@@ -139,7 +136,7 @@ def multiply_adds(work: Work) -> int:
     def fused_on_cpu(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> int:
         return sdpa_flop_count(q, k, v)
 
-    # The counter knows the fused kernels of GPUs, and not that of CPUs.
+    # The counter knows the fused kernels of GPUs but not that of CPUs.
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={on_cpu: fused_on_cpu}) as counter:
         work()
@@ -147,11 +144,10 @@ def multiply_adds(work: Work) -> int:
 
 
 def peak_bytes(work: Work, device: str = "cpu") -> int:
-    """Measure the most memory that PyTorch allocates during a call, above that before it.
+    """Measure the most memory that PyTorch allocates during a call, above the amount before it.
 
-    On a CPU the profiler's record of every allocation is summed in its order: so it is exact, and
-    sees what kernels take for themselves, but not what libraries take from the system on their
-    own. On CUDA the allocator's own mark is read.
+    On a CPU it sums the profiler's record of allocations. That is exact and includes workspaces of
+    kernels, but not memory that libraries take from the system. On CUDA it reads the allocator.
 
     >>> def work():
     ...     a = torch.ones(1000)
@@ -167,7 +163,7 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Otherwise every start and stop of the profiler is a line on standard error.
+    # Otherwise the profiler prints a line at every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 

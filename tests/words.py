@@ -1,0 +1,138 @@
+"""Check the names, docstrings and phrases of `src/headwise`; `make lint` calls it.
+
+`python tests/words.py` checks the packages in `CLEAN`, `python tests/words.py stats` another one.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
+
+# The packages and modules that are checked by default; the list grows until it is all of them.
+CLEAN = ["tutorial", "systems"]
+
+# First words of a docstring that open a clause instead of an instruction or a noun.
+CLAUSES = set(
+    """what whether how who whose where which why when that those these its it they as of is are has
+    have does do whatever whoever whichever something everything somebody""".split()
+)
+# The docstring of a function is imperative: `Return`, not `Returns`. Plural nouns are in no list.
+THIRD_PERSON = set(
+    """adds asks calls compares computes counts creates draws finds follows forgets gets gives goes
+    hears hides holds keeps leaves lets looks makes measures moves needs notes observes prints puts
+    reads refuses remembers replaces reports returns runs says sees sends sets shows stops takes
+    tells tries turns writes yields""".split()
+)
+SPEECH = set(
+    """foretell foretells tell tells told hear hears heard say says said ask asks asked
+    unasked""".split()
+)
+# Parts of a name, wherever they stand in it.
+PARTS = SPEECH | set("whose wish wishes wished road roads mend mended cure unjudged".split())
+# Whole names, without leading underscores.
+PRONOUNS = set("apart found kept made what who whom".split())
+FUNCTIONS = set(
+    """silence settle settled once_whole whole as_given keys_in_sight reader_of squeeze stretch
+    by_note read_or_not careful became""".split()
+)
+CLASSES = set(
+    """Net Road Replaced Waiting Settled Looking Asked Served Figures Kept Texts Figure Hugging Told
+    Found Given""".split()
+)
+PHRASES = re.compile(
+    r"\b(even attention|random repeats|at hand|in sight|as far as seen|middle half|none of these"
+    r"|asked for|foretells?|tells?|told|hears?|heard|mends?|wishes"
+    r"|(?:is|are|was|were|be|been) (?:asked|said))\b",
+    re.IGNORECASE,
+)
+
+
+def words(name: str) -> list[str]:
+    """Return the lower-case words of a name in snake case or camel case."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).strip("_").lower().split("_")
+
+
+def bad_name(name: str, worse: set[str]) -> bool:
+    bare = name.strip("_")
+    return bool(PARTS & set(words(name))) or bare in PRONOUNS or bare in worse
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str, set[str]]]:
+    """Yield the line and name of each definition, argument, attribute and module-level variable."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.lineno, node.name, FUNCTIONS
+            case ast.ClassDef():
+                yield node.lineno, node.name, CLASSES
+            case ast.arg():
+                yield node.lineno, node.arg, set()
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr, set()
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, ast.Assign | ast.AnnAssign):
+                    for target in ast.walk(statement):
+                        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                            yield target.lineno, target.id, set()
+
+
+def openings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and first word of each docstring that opens wrongly."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            first = re.match(r"[^\s,.:;]*", text).group()  # pyright: ignore[reportOptionalMemberAccess]
+            function = not isinstance(node, ast.ClassDef | ast.Module)
+            if first.lower() in CLAUSES | SPEECH or (function and first.lower() in THIRD_PERSON):
+                yield node.body[0].lineno, first
+
+
+def problems(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line of each problem in a file, and what to change."""
+    source = file.read_text()
+    if file.suffix == ".toml":
+        for number, line in enumerate(source.splitlines(), 1):
+            yield from ((number, f"rewrite {hit.group()!r}") for hit in PHRASES.finditer(line))
+        return
+    if bad_name(file.stem, set()):
+        yield 1, f"rename the module {file.stem!r}"
+    tree = ast.parse(source)
+    for line, name, worse in names(tree):
+        if bad_name(name, worse):
+            yield line, f"rename {name!r}: a noun for a value, a verb of the field for a function"
+    for line, first in openings(tree):
+        yield line, f"open the docstring with an imperative or a noun, not with {first!r}"
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or "STRING" in tokenize.tok_name[token.type]:
+            for hit in PHRASES.finditer(token.string):
+                line = token.start[0] + token.string.count("\n", 0, hit.start())
+                yield line, f"rewrite {hit.group()!r}"
+
+
+def main(parts: list[str]) -> int:
+    count = 0
+    for part in parts:
+        place = PACKAGE / part
+        files = (
+            [place]
+            if place.is_file()
+            else sorted(place.rglob("*.py")) + sorted(place.rglob("*.toml"))
+        )
+        if not files:
+            print(f"{part}: no such package", file=sys.stderr)
+            return 2
+        for file in files:
+            for line, problem in sorted(set(problems(file))):
+                print(f"{file.relative_to(PACKAGE.parents[1])}:{line}: {problem}")
+                count += 1
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or CLEAN))
