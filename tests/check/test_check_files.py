@@ -439,8 +439,8 @@ def test_limits_are_positive_and_jobs_end() -> None:
 
 def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
     for rule, row in ALL.items():
-        assert explain(rule).startswith(f"{rule}: {row.says}\n\n")
-        assert row.says.endswith(".")
+        assert explain(rule).startswith(f"{rule}: {row.statement}\n\n")
+        assert row.statement.endswith(".")
         assert len(row.lesson) > 40
     assert main(["check", "--explain", "causality"]) == 0
     assert capsys.readouterr().out == explain("causality") + "\n"

@@ -18,7 +18,7 @@ from headwise.check.files import judged
 from headwise.check.sandbox import Limits, Outcome
 from headwise.check.steps import STEPS, _child, check_step
 from headwise.check.steps.base import template
-from headwise.check.syntax import Source
+from headwise.check.syntax import ParsedFile
 from headwise.check.verdict import Verdict
 from headwise.cli import main
 
@@ -176,7 +176,7 @@ def test_every_blank_of_a_template_is_found_and_told_one_at_a_time(
     name: str, follow: Follow
 ) -> None:
     text = template(name)
-    source = Source(text)
+    source = ParsedFile(text)
     blanks = [blank for part in STEPS[name].parts for blank in source.blanks(part.name)]
     nones = {
         number
@@ -197,7 +197,7 @@ def test_every_blank_of_a_template_is_found_and_told_one_at_a_time(
 
 @pytest.mark.parametrize("name", FILLED)
 def test_the_hints_say_what_then_how_and_then_show_the_line(name: str) -> None:
-    source = Source(template(name))
+    source = ParsedFile(template(name))
     for part in STEPS[name].parts:
         for blank in (one for one in source.blanks(part.name) if part.fill[one.key]):
             what, how, line = (part.hint(blank.key, level) for level in (1, 2, 3))
@@ -208,7 +208,7 @@ def test_the_hints_say_what_then_how_and_then_show_the_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILLED)
 def test_a_file_written_by_the_third_hints_is_right(name: str, follow: Follow) -> None:
-    lines, source = template(name).splitlines(), Source(template(name))
+    lines, source = template(name).splitlines(), ParsedFile(template(name))
     parts = {part.name: part for part in STEPS[name].parts}
     blanks = [(blank, part) for part in parts.values() for blank in source.blanks(part.name)]
     met = set[int]()
@@ -846,7 +846,7 @@ def test_a_file_in_another_encoding_says_where_and_what_to_do(
     ],
 )
 def test_blanks_of_functions(body: str, found: list[str]) -> None:
-    assert [blank.says for blank in Source(f"def f(x):\n    {body}\n").blanks("f")] == found
+    assert [blank.text for blank in ParsedFile(f"def f(x):\n    {body}\n").blanks("f")] == found
 
 
 @pytest.mark.parametrize(
@@ -865,8 +865,8 @@ def test_blanks_of_functions(body: str, found: list[str]) -> None:
 def test_blanks_of_attributes(line: str, is_blank: bool) -> None:
     text = f"class Base:\n    def __init__(self, x):\n        {line}\nclass A(Base): pass\n"
     for part in ("Base.a", "A.a"):
-        assert bool(Source(text).blanks(part)) == is_blank
-        assert Source(text).line(part) == 3
+        assert bool(ParsedFile(text).blanks(part)) == is_blank
+        assert ParsedFile(text).line(part) == 3
 
 
 UNBOUND: Mapping[str, dict[str, int]] = {
@@ -889,9 +889,9 @@ UNBOUND: Mapping[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("text", UNBOUND)
 def test_unbound_names(text: str) -> None:
-    assert Source(text).unbound == UNBOUND[text]
+    assert ParsedFile(text).unbound == UNBOUND[text]
 
 
 def test_nothing_is_unbound_in_files_that_run() -> None:
     for path in sorted(SYSTEMS.parent.rglob("*.py")):
-        assert Source(path.read_text(), str(path)).unbound == {}, path
+        assert ParsedFile(path.read_text(), str(path)).unbound == {}, path

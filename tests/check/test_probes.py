@@ -516,7 +516,7 @@ def test_functions_are_probed_too(names: tuple[str, str, str]) -> None:
 
 
 def test_rules_are_told_apart() -> None:
-    assert len(RULES) == len({rule.says for rule in RULES.values()})
+    assert len(RULES) == len({rule.statement for rule in RULES.values()})
     for rule in RULES.values():
-        assert rule.says.endswith(".")
+        assert rule.statement.endswith(".")
         assert rule.lesson.rstrip().endswith((".", ")"))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import headwise as hw
-from headwise.telemetry.figures import kept_of_each, merged
+from headwise.telemetry.figures import merged, sums_of_each
 from models import LENGTH, E, Make, apart, batch, gpt, twins
 
 pytestmark = pytest.mark.ranks
@@ -108,7 +108,7 @@ def figures_of(seen: hw.capture.Watched) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for call in seen[""].calls:
         for name, reading in call.items():
-            (kept,) = kept_of_each([reading])
+            (kept,) = sums_of_each([reading])
             assert kept is not None
             found[name] = merged(found[name], kept) if name in found else kept
     return found

@@ -60,7 +60,7 @@ def steps_in(dtype: torch.dtype, config: TrainConfig, ranks: TrainingRanks) -> d
     run = Run(config, ranks=ranks)
     losses = [run.advance() for _ in range(3)]
     held_out, repeats = run.held_out_loss(), run.repeat_losses()
-    whole = ranks.whole(run.model)
+    whole = ranks.full_model(run.model)
     weights = {n: p.detach().double().numpy() for n, p in whole.named_parameters()}
     given = {"losses": losses, "held_out": held_out, "repeats": repeats, "weights": weights}
     return given | {"finite": run.finite()}

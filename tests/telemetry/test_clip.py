@@ -439,7 +439,7 @@ def refused(model: nn.Module, message: str, seen: Any = None, **keywords: Any) -
 def test_largest_scores_that_are_no_numbers(wrong: float) -> None:
     tops = TOPS.clone()
     tops[2] = wrong
-    refused(wide()[0], rf"head 2 in '' is {wrong}; no factor mends that", {"": tops})
+    refused(wide()[0], rf"head 2 in '' is {wrong}; no factor can fix that", {"": tops})
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf, "high", None])

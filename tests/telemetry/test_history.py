@@ -19,24 +19,26 @@ import torch
 
 import headwise as hw
 from headwise.stats.record import Reading
-from headwise.telemetry.figures import Figures, kept_of_each, merged
+from headwise.telemetry.figures import HeadMetrics, merged, sums_of_each
 from headwise.telemetry.file_systems import _is_remote
 from headwise.telemetry.history import HistoryWriter
-from headwise.telemetry.rules import Record
+from headwise.telemetry.rules import RecordedStep
 from headwise.telemetry.step_sums import joined
 from monitored import LAYERS, H, advance, made, monitored
 
 LAYERS_OF = {"low": 2, "high": 3}
 
 
-def figures(step: int, kind: str = "mean", heads: int = 5, queries: int = 4) -> Figures:
+def figures(step: int, kind: str = "mean", heads: int = 5, queries: int = 4) -> HeadMetrics:
     rows = 4 if kind == "mean" else 1
     data = np.random.default_rng(step).uniform(1, 2, (rows, heads))
-    return Figures(kind, data, queries, 8)
+    return HeadMetrics(kind, data, queries, 8)
 
 
-def record(step: int, **more: Figures) -> Record:
-    return Record(step, {"entropy": figures(step), "max_logit": figures(step, "maximum"), **more})
+def record(step: int, **more: HeadMetrics) -> RecordedStep:
+    return RecordedStep(
+        step, {"entropy": figures(step), "max_logit": figures(step, "maximum"), **more}
+    )
 
 
 def written(path: Path, steps: list[int], after: int = 0) -> HistoryWriter:
@@ -80,7 +82,7 @@ def test_what_is_written_is_read(path: Path) -> None:
 def test_layers_that_come_later_stand_behind_and_were_not_seen_before(path: Path) -> None:
     writer = written(path, [1])
     wide = {**LAYERS_OF, "late": 1}
-    writer.write([(Record(2, {"entropy": figures(2, heads=6)}), [])], wide)
+    writer.write([(RecordedStep(2, {"entropy": figures(2, heads=6)}), [])], wide)
     series = hw.History(path)["entropy"]
     assert series.values.shape == (2, 6)
     assert np.isnan(series.values[0, 5])
@@ -400,7 +402,7 @@ def test_network_file_systems_are_known(path: str, remote: bool) -> None:
 
 def test_columns_and_pandas(path: Path) -> None:
     writer = written(path, [2])
-    writer.write([(Record(4, {"max_logit": figures(4, "maximum")}), [])], LAYERS_OF)
+    writer.write([(RecordedStep(4, {"max_logit": figures(4, "maximum")}), [])], LAYERS_OF)
     writer.close()
     history = hw.History(path)
     columns = history.columns()
@@ -428,7 +430,7 @@ def test_what_is_not_installed_is_named(
 
 
 def kept(*tensors: Any, **more: Any) -> torch.Tensor:
-    (found,) = kept_of_each([Reading(*tensors, **more)])
+    (found,) = sums_of_each([Reading(*tensors, **more)])
     assert found is not None
     return found
 
@@ -455,8 +457,8 @@ def test_the_error_of_merged_samples_is_that_of_independent_draws() -> None:
 
 
 def test_what_no_head_has_a_number_for_is_not_summed() -> None:
-    assert kept_of_each([Reading(torch.ones(1, 2, 3, 3))]) == [None]
-    assert kept_of_each([Reading(torch.ones(1, 2, 3), per_key=True)]) == [None]
+    assert sums_of_each([Reading(torch.ones(1, 2, 3, 3))]) == [None]
+    assert sums_of_each([Reading(torch.ones(1, 2, 3), per_key=True)]) == [None]
     per_head = kept(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     assert per_head.tolist() == [[2.0, 2.0], [4.0, 8.0], [2.0, 8.0], [0.0, 0.0]]
 

@@ -704,7 +704,7 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
         ({"statistics": hw.Entropy()}, "statistics=Entropy(): give a list of statistics"),
         ({"rules": ["entropy"]}, "rules=['entropy']: that is no Rule"),
         ({"statistics": [hw.Entropy]}, "not a statistic; did you mean Entropy()"),
-        ({"statistics": [hw.Entropy(), hw.Entropy()]}, "'entropy' is asked for twice"),
+        ({"statistics": [hw.Entropy(), hw.Entropy()]}, "'entropy' is given twice"),
         ({"rules": [Rule("entropy", below=1.0, then="stop")]}, "give save="),
         (
             {"rules": [Rule("entropy", below=0.1)] * 2},

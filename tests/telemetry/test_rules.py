@@ -10,24 +10,24 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.telemetry.figures import Figures
-from headwise.telemetry.rules import Record, alarms_at
+from headwise.telemetry.figures import HeadMetrics
+from headwise.telemetry.rules import RecordedStep, alarms_at
 from monitored import LAYERS, H, advance, made, monitored
 
 HEADS = {"low": 2, "high": 1}
 
 
-def maxima(step: int, values: list[float], sampled: bool = False) -> Record:
-    figures = Figures("maximum", np.array([values]), 1 if sampled else 2, 2)
-    return Record(step, {"max_logit": figures})
+def maxima(step: int, values: list[float], sampled: bool = False) -> RecordedStep:
+    figures = HeadMetrics("maximum", np.array([values]), 1 if sampled else 2, 2)
+    return RecordedStep(step, {"max_logit": figures})
 
 
-def means(step: int, values: list[float], count: float = 1.0) -> Record:
+def means(step: int, values: list[float], count: float = 1.0) -> RecordedStep:
     rows = np.array([[count] * len(values), values, [0.0] * len(values), [0.0] * len(values)])
-    return Record(step, {"entropy": Figures("mean", rows, 1, 2)})
+    return RecordedStep(step, {"entropy": HeadMetrics("mean", rows, 1, 2)})
 
 
-def named(rule: hw.telemetry.Rule, records: list[Record]) -> list[list[tuple[str, int]]]:
+def named(rule: hw.telemetry.Rule, records: list[RecordedStep]) -> list[list[tuple[str, int]]]:
     """The heads that are named at each record."""
     found = []
     for end in range(1, len(records) + 1):

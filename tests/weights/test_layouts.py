@@ -872,5 +872,5 @@ def test_rows_are_whole(layout: Layout) -> None:
         assert sorted(weights.replace("out", "")) == ["k", "q", "v"]
         for group in form.optional:
             assert set(group) <= form.tensors.keys()
-    assert layout.what
+    assert layout.description
     assert layout.rope in (None, "half", "interleaved")

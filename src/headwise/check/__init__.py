@@ -21,7 +21,7 @@ __all__ = ["RULES", "Example", "Finding", "Verdict", "check", "explain"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("RULES", "explain"):  # their rows are read when they are asked for
+    if name in ("RULES", "explain"):  # loaded on first use
         from . import rules
 
         return getattr(rules, name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .call import PlainCall
 from .code import class_sources, is_users, lines_in, names_in
 from .probing import NOTHING, Failed, Probing
-from .rules import found, passed, skipped
+from .rules import passed, skipped, violation
 from .target import Target
 from .verdict import Finding
 
@@ -36,17 +36,17 @@ def shape(ctx: Probing) -> Finding | None:
         try:
             out, wanted = ctx.call(x), [*x.shape[:2], ctx.target.out_dim]
         except Failed as failure:
-            return found(
+            return violation(
                 "shape", "fails", x=list(x.shape), error=str(failure).partition("fails: ")[2]
             )
         if list(out.shape) != wanted:
-            return found("shape", "sizes", x=list(x.shape), out=list(out.shape), wanted=wanted)
+            return violation("shape", "sizes", x=list(x.shape), out=list(out.shape), wanted=wanted)
     x = ctx.target.input()
     with torch.no_grad():
         out = ctx.target(x)
     if out.dtype != x.dtype:
         names = [str(t.dtype).removeprefix("torch.") for t in (x, out)]
-        return found("shape", "dtype", dtype=names[0], out=names[1])
+        return violation("shape", "dtype", dtype=names[0], out=names[1])
     return passed("shape")
 
 
@@ -56,7 +56,7 @@ def finite(ctx: Probing) -> Finding | None:
         return passed("finite")
     for rule, name in (("padding", "keep"), ("mask", "allow")):
         if name in ctx.target.takes and _finite_if_hidden(ctx, name):
-            return found(rule, "inverted", name=name)
+            return violation(rule, "inverted", name=name)
     rows = (~ctx.out.isfinite()).any(-1).any(0).nonzero().flatten().tolist()
     which = "every token" if len(rows) == ctx.tokens else f"token {', '.join(map(str, rows))}"
     ends = {0: "first", ctx.tokens - 1: "last"} if ctx.target.causal and len(rows) == 1 else {}
@@ -64,7 +64,7 @@ def finite(ctx: Probing) -> Finding | None:
     product = r"\*\s*(float\(\s*[\"']-?inf|-?\s*(torch|math|np|numpy)\.inf)|inf[\"']?\)?\s*\*"
     if way == "any" and lines_in(ctx.exact.layer, product):
         way = "product"
-    return found("finite", way, which=which)
+    return violation("finite", way, which=which)
 
 
 def _finite_if_hidden(ctx: Probing, name: str) -> bool:
@@ -98,7 +98,7 @@ def _window(ctx: Probing) -> Finding | None:
     doc = str(type(ctx.exact.layer).__doc__ or "").lower()
     if reach is None or reach[1] == 0 or not re.search(r"before|previous|past|causal|preced", doc):
         return None
-    return found("causality", "window", n=reach[1])
+    return violation("causality", "window", n=reach[1])
 
 
 def _band(unseen: Tensor) -> tuple[int, int] | None:
@@ -145,8 +145,10 @@ def _leak(ctx: Probing, scale: float, where: tuple[int, int], seen: list[list[in
         return target(scale * x)[:, :-1], target(changed)[:, :-1]
 
     times = f"x = {scale:.0f} * x; " if scale > 1 else ""
-    said = f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
-    return found("causality", way, ctx.example(said, two), i=i, j=j, scale=scale)
+    message = (
+        f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
+    )
+    return violation("causality", way, ctx.example(message, two), i=i, j=j, scale=scale)
 
 
 def past_used(ctx: Probing) -> Finding | None:
@@ -157,8 +159,8 @@ def past_used(ctx: Probing) -> Finding | None:
     if not pairs:
         return passed("past-used")
     if (reach := _band(unseen)) is not None and reach[0] > 0:
-        said = f"{reach[0]} tokens before" + (f" and {reach[1]} after" if reach[1] else "")
-        ctx.target.observed.append(f"a window: each token sees {said}")
+        message = f"{reach[0]} tokens before" + (f" and {reach[1]} after" if reach[1] else "")
+        ctx.target.observed.append(f"a window: each token sees {message}")
         return None
     if not ctx.target.causal and int((~unseen).any(0).sum()) == 1:
         return skipped("past-used", "One token alone is attended to.")
@@ -169,7 +171,7 @@ def past_used(ctx: Probing) -> Finding | None:
         which = "its own token"
     elif len(pairs) >= total - ctx.tokens:
         which = "any other token"
-    return found("past-used", "unseen", i=i, which=which)
+    return violation("past-used", "unseen", i=i, which=which)
 
 
 def prefix(ctx: Probing) -> Finding | None:
@@ -182,9 +184,9 @@ def prefix(ctx: Probing) -> Finding | None:
     else:
         return passed("prefix")
     last = min(3, ctx.tokens) - 1
-    said = f"f(x[:, :{last}]) and f(x)[:, :{last}] are compared"
-    example = ctx.example(said, lambda f, x: (f(x[:, :last]), f(x)[:, :last]))
-    return found("prefix", "differs", example, tokens=tokens, all=ctx.tokens)
+    message = f"f(x[:, :{last}]) and f(x)[:, :{last}] are compared"
+    example = ctx.example(message, lambda f, x: (f(x[:, :last]), f(x)[:, :last]))
+    return violation("prefix", "differs", example, tokens=tokens, all=ctx.tokens)
 
 
 def batch(ctx: Probing) -> Finding | None:
@@ -192,8 +194,10 @@ def batch(ctx: Probing) -> Finding | None:
     alone = torch.cat([ctx.call(row[None]) for row in ctx.x])
     if ctx.near(alone, ctx.out) and ctx.near(ctx.call(ctx.x.flip(0)).flip(0), ctx.out):
         return passed("batch")
-    said = "f(x[:1]) and f(x)[:1] are compared"
-    return found("batch", "mixed", ctx.example(said, lambda f, x: (f(x[:1]), f(x)[:1]), batch=2))
+    message = "f(x[:1]) and f(x)[:1] are compared"
+    return violation(
+        "batch", "mixed", ctx.example(message, lambda f, x: (f(x[:1]), f(x)[:1]), batch=2)
+    )
 
 
 def equal_tokens(ctx: Probing) -> Finding | None:
@@ -207,7 +211,7 @@ def equal_tokens(ctx: Probing) -> Finding | None:
         out = target(x[:, :1].expand_as(x))
         return target(x[:, :1]).expand_as(out), out
 
-    return found("equal-tokens", "differs", ctx.example("x = x[:, :1].expand(-1, 3, -1)", two))
+    return violation("equal-tokens", "differs", ctx.example("x = x[:, :1].expand(-1, 3, -1)", two))
 
 
 def one_token(ctx: Probing) -> Finding | None:
@@ -219,7 +223,7 @@ def one_token(ctx: Probing) -> Finding | None:
     gate = re.search(r"sigmoid|tanh|relu|gelu|silu", class_sources(ctx.exact.layer))
     if other := bent(ctx.exact.layer) or (gate and gate[0]):
         return skipped("one-token", f"It holds more than attention: {other}.")
-    return found("one-token", "bends")
+    return violation("one-token", "bends")
 
 
 def bent(layer: nn.Module) -> str:
@@ -242,7 +246,7 @@ def order(ctx: Probing) -> Finding | None:
         return _idle(ctx) or passed("order")
     if knows_positions(ctx.exact.layer) or ctx.target.shown:
         return None
-    return found("order", "mixed")
+    return violation("order", "mixed")
 
 
 def _idle(ctx: Probing) -> Finding | None:
@@ -265,7 +269,7 @@ def _idle(ctx: Probing) -> Finding | None:
     turns = [
         n for n in called - own if re.search(r"rot|rope", n.lower()) and "att" not in n.lower()
     ]
-    return found("rotary", "idle") if turns else None
+    return violation("rotary", "idle") if turns else None
 
 
 def knows_positions(layer: nn.Module) -> bool:
@@ -280,30 +284,30 @@ def knows_positions(layer: nn.Module) -> bool:
 
 def weights(ctx: Probing) -> Finding | None:
     """Look at what comes back as weights: rows over keys, sums of 1, zeros where hidden."""
-    asked = _asking(ctx.target)
+    option = _weights_option(ctx.target)
     try:
-        result = ctx.result(ctx.x, **asked)
+        result = ctx.result(ctx.x, **option)
     except Failed:  # it may want more where it gives weights
         return None
     given = result.weights
     if given is None:
         return None
-    if asked and not ctx.near(result.out, ctx.out):
-        return found("weights", "changes", name=next(iter(asked["extra"])))
+    if option and not ctx.near(result.out, ctx.out):
+        return violation("weights", "changes", name=next(iter(option["extra"])))
     rows, columns = given.sum(-1), given.sum(-2)
     ones = torch.ones_like(rows)
     if ctx.near(rows, ones) and bool((given >= 0).all()):
         if ctx.target.causal and bool((given.triu(1).abs() > 1e-6).any()):
-            return found("weights", "hidden")
+            return violation("weights", "hidden")
         return passed("weights")
     if ctx.near(columns, ones):
-        return found("weights", "columns")
+        return violation("weights", "columns")
     if bool((given >= 0).all()) and bool((given <= 1).all()) and bool(rows.any()):
-        return found("weights", "rows", low=float(rows.min()), high=float(rows.max()))
+        return violation("weights", "rows", low=float(rows.min()), high=float(rows.max()))
     return None
 
 
-def _asking(target: Target) -> dict[str, Any]:
+def _weights_option(target: Target) -> dict[str, Any]:
     """Return what makes a plain call give its weights."""
     names = target.call.named("weights") if isinstance(target.call, PlainCall) else []
     return {"extra": dict.fromkeys(names, True)} if names else {}
@@ -323,4 +327,4 @@ def large_inputs(ctx: Probing) -> Finding | None:
             fine = slope is None or bool(slope.isfinite().all())
     except Exception:  # other probes say what fails
         return None
-    return passed("large-inputs") if fine else found("large-inputs", "overflow")
+    return passed("large-inputs") if fine else violation("large-inputs", "overflow")

@@ -1,7 +1,7 @@
 """Make a `Target` of a module, a class or factory with its arguments, or a function of q, k and v.
 
-Constructor arguments are taken by their usual names. Whatever else must be given is asked for,
-once, by name (`Unsaid`).
+Constructor arguments are set by their usual names. A `Question` lists everything else that must be
+given, by name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .call import (
 )
 from .code import (
     class_sources,
+    describe,
     input_width,
     line_of,
     name_of,
@@ -38,11 +39,10 @@ from .code import (
     signature,
     sizes_in,
     source_of,
-    told,
 )
 from .names import building_role
-from .rules import found
-from .target import Result, Target, Unsaid, Unusable, copied
+from .rules import violation
+from .target import Question, Result, Target, Unusable, copied
 from .verdict import Finding
 
 CONTEXT = 16
@@ -66,7 +66,7 @@ class Sizes:
     num_kv_heads: int | None = None
     causal: bool | None = None
 
-    def settle(self, grouped: bool) -> Sizes:
+    def complete(self, grouped: bool) -> Sizes:
         """Choose a width and a number of heads where they were not given."""
         embed, heads, groups = self.embed_dim, self.num_heads, self.num_kv_heads
         share = 3 if groups == 2 else 2
@@ -88,7 +88,7 @@ class Sizes:
         """Return what an argument of this role gets.
 
         Raises:
-            KeyError: nothing can be said.
+            KeyError: an unknown role.
         """
         embed, heads = self.embed_dim or 24, self.num_heads or 3
         groups = self.num_kv_heads or (heads // 2 if heads % 2 == 0 else heads)
@@ -150,7 +150,7 @@ def resolve(
     thing = getattr(thing, "_orig_mod", thing)  # what torch.compile has wrapped
     if isinstance(thing, nn.Module):
         if args or arguments:
-            raise Unsaid(
+            raise Question(
                 f"check({name_of(thing)}(…), {_shown(arguments) or '…'}): this is built already; "
                 "arguments of its constructor go with the class, not with an instance"
             )
@@ -159,7 +159,7 @@ def resolve(
         known = sizes_in(thing)
         return _of_layer(copied(thing), f"{name_of(thing)}(…)", known, request)
     if not callable(thing):
-        raise Unsaid(
+        raise Question(
             f"check({thing!r}): this is a {type(thing).__name__}; give a module, a class with its "
             "arguments, or a function of q, k and v"
         )
@@ -182,7 +182,7 @@ def _of_class(
         torch.manual_seed(request.seed)
         try:
             layer = factory(*args, **named)
-        except Unsaid:
+        except Question:
             raise
         except (Exception, SystemExit) as error:
             raise _not_built(label, named, build, error) from error
@@ -190,7 +190,7 @@ def _of_class(
         kind = type(layer).__name__
         if inspect.isclass(factory) and callable(layer) and is_function_of_qkv(layer):
             return _of_function(layer, {}, request)
-        raise Broken(found("builds", "result", label=label, kind=kind))
+        raise Broken(violation("builds", "result", label=label, kind=kind))
     if is_function_of_qkv(layer) and request.call is None:
         return _of_function(layer, {}, replace(request, sizes=build.sizes))
     known = {**sizes_in(layer), **build.roles}
@@ -220,22 +220,24 @@ def _not_built(
     """Return the finding on a constructor that fails, or the question where a size is not known."""
     inner = getattr(error, "args", ("",))
     if isinstance(error, MissingField):
-        return Unsaid(
+        return Question(
             f"check({label}): its configuration needs `{inner[0]}`, which I do not guess; give it: "
             f"hw.check({label}, {inner[0]}=…) or --{inner[0]} …"
         )
     own = isinstance(error, (NameError, AttributeError))
     refused = isinstance(error, (ValueError, AssertionError)) or set(named) - set(build.given)
     if not line_of(error) or (refused and not own):  # what is chosen here may be of another type
-        return Unsaid(
-            f"check({label}): {label}({_shown(named)}) is refused: {told(error)}. Give what it "
+        return Question(
+            f"check({label}): {label}({_shown(named)}) is refused: {describe(error)}. Give what it "
             f"needs: hw.check({label}, {', '.join(f'{n}=…' for n in build.names)})"
         )
-    return Broken(found("builds", "fails", label=f"{label}({_shown(named)})", error=told(error)))
+    return Broken(
+        violation("builds", "fails", label=f"{label}({_shown(named)})", error=describe(error))
+    )
 
 
 class MissingField(AttributeError, KeyError):
-    """A configuration was asked for a field that nothing is known about."""
+    """A configuration lacks a field whose role is unknown."""
 
     def __str__(self) -> str:
         return f"the configuration has no field {self.args[0]!r}"
@@ -299,14 +301,14 @@ class _Constructor:
         self.placed = dict(zip(self.names, args, strict=False))
         self.free = [one for one in parameters[len(args) :]]
         self.roles: dict[str, Any] = {}
-        said = [*self.placed.items(), *self.given.items()]
-        numbers = {building_role(name): v for name, v in said if type(v) is int}
+        stated = [*self.placed.items(), *self.given.items()]
+        numbers = {building_role(name): v for name, v in stated if type(v) is int}
         pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
         known = {
             name: numbers.get(role) for name, role in pairs.items() if getattr(sizes, name) is None
         }
         grouped = any(building_role(name) == "kv_heads" for name in self._spoken())
-        self.sizes = replace(sizes, **{k: v for k, v in known.items() if v is not None}).settle(
+        self.sizes = replace(sizes, **{k: v for k, v in known.items() if v is not None}).complete(
             grouped
         )
         if not any(building_role(n) == "width" for n in self.names) and numbers.get("head_dim"):
@@ -349,14 +351,14 @@ class _Constructor:
                 else:
                     unknown.append(name)
         if rest and not open_:
-            raise Unsaid(
+            raise Question(
                 f"check({self.label}, {_shown(rest)}): the constructor has no argument "
                 f"{', '.join(rest)}; it has {', '.join(self.names) or 'none'}"
             )
         if unknown:
             forms = ", ".join(f"{name}=…" for name in unknown)
             typed = " ".join(f"--{name} …" for name in unknown)
-            raise Unsaid(
+            raise Question(
                 f"check({self.label}): the constructor takes {', '.join(unknown)}, which I do not "
                 f"guess; give it: hw.check({self.label}, {forms}), or on the command line {typed}"
             )
@@ -391,8 +393,8 @@ class _Constructor:
             kind = None
         for one in (kind, *typing.get_args(kind)):
             if inspect.isclass(one) and one.__module__ not in ("builtins", "typing"):
-                made = not (issubclass(one, Mapping) or getattr(one, "_is_protocol", False))
-                return one if made else None
+                plain_class = not (issubclass(one, Mapping) or getattr(one, "_is_protocol", False))
+                return one if plain_class else None
         home = vars(sys.modules.get(self.factory.__module__, typing))
         own = [
             one
@@ -421,9 +423,10 @@ class _Constructor:
             try:
                 config = kind(**sized)
             except Exception as error:
-                raise Unsaid(
+                raise Question(
                     f"check({self.label}): {name_of(kind)}({_shown(sized)}) cannot be made "
-                    f"({told(error)}); give it: hw.check({self.label}, {name}={name_of(kind)}(…))"
+                    f"({describe(error)}); give it: "
+                    f"hw.check({self.label}, {name}={name_of(kind)}(…))"
                 ) from error
         else:
             config = kind()
@@ -457,7 +460,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
     """Make the target of a layer whose sizes may be known by role."""
     sizes = request.sizes
     if any(one.is_meta for one in layer.parameters()):
-        raise Unsaid(f"check({name}): its weights are on the device meta and have no numbers")
+        raise Question(f"check({name}): its weights are on the device meta and have no numbers")
     width = sizes.embed_dim or input_width(layer, known.get("width"))
     heads = sizes.num_heads or known.get("heads") or number_of_heads(layer)
     for size, what, argument in (
@@ -465,7 +468,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
         (heads, "its number of heads", "num_heads=3"),
     ):
         if size is None:
-            raise Unsaid(
+            raise Question(
                 f"check({name}): {what} is not known; give it: hw.check(layer, {argument})"
             )
     assert width is not None
@@ -486,7 +489,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
         dtype=dtypes[0] if dtypes else torch.float32,
         seed=request.seed,
         shown=request.call is not None,
-        asked_causal=sizes.causal,
+        given_causal=sizes.causal,
     )
     result = first_call(target)
     if hasattr(layer, "block_size"):  # which may be that of a softmax in blocks
@@ -510,12 +513,12 @@ def first_call(target: Target) -> Result:
     try:
         with torch.no_grad():
             return target.result(x)
-    except (Unsaid, Broken):
+    except (Question, Broken):
         raise
     except Unusable as error:
         if target.shown:
-            raise Broken(found("shape", "unusable", what=what, error=error)) from error
-        raise Unsaid(
+            raise Broken(violation("shape", "unusable", what=what, error=error)) from error
+        raise Question(
             f"check({target.name}): for {what} {error}; an output is [B, T, out_dim]. {_example()}"
         ) from error
     except Exception as error:
@@ -523,11 +526,11 @@ def first_call(target: Target) -> Result:
         own = isinstance(error, (NameError, AttributeError)) and line is not None
         own = own and "'NoneType' object" not in str(error)  # it may be missing what is not given
         if own or target.shown:
-            raise Broken(found("runs", "fails", what=what, error=told(error))) from error
+            raise Broken(violation("runs", "fails", what=what, error=describe(error))) from error
         if isinstance(error, NotImplementedError):
-            raise Broken(found("runs", "forward", label=target.name)) from error
-        raise Unsaid(
-            f"check({target.name}): the call layer(x) on {what} fails: {told(error)}. "
+            raise Broken(violation("runs", "forward", label=target.name)) from error
+        raise Question(
+            f"check({target.name}): the call layer(x) on {what} fails: {describe(error)}. "
             f"{first_line(error)} {_example()}"
         ) from error
 
@@ -541,7 +544,7 @@ def _example() -> str:
 
 def _of_function(function: Any, arguments: dict[str, Any], request: Request) -> Target:
     """Make the target of a function of q, k and v, trying which axes its tensors have."""
-    sizes = request.sizes.settle(request.sizes.num_kv_heads is not None)
+    sizes = request.sizes.complete(request.sizes.num_kv_heads is not None)
     width, heads = sizes.embed_dim or 24, sizes.num_heads or 3
     groups = sizes.num_kv_heads or heads
     label = f"{name_of(function)}(q, k, v{', ' * bool(arguments)}{_shown(arguments)})"
@@ -556,7 +559,7 @@ def _of_function(function: Any, arguments: dict[str, Any], request: Request) -> 
         try:
             known = {"head_dim": width // own[0]}
             target = _of_layer(_bound(layer, arguments), label, known, sized)
-        except Unsaid as error:
+        except Question as error:
             failed = failed or error
             if "which I do not guess" in str(error):
                 raise
@@ -580,7 +583,7 @@ def _bound(layer: FunctionLayer, arguments: dict[str, Any]) -> FunctionLayer:
         known = [one.name for one in signature(layer.function)]
         odd = [name for name in arguments if name not in known]
         if odd:
-            raise Unsaid(
+            raise Question(
                 f"check(…, {_shown(arguments)}): the function has no argument {', '.join(odd)}; "
                 f"it has {', '.join(known)}"
             )

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..layers.kv_cache import KVCache
 from .call import PlainCall
-from .code import SPEAKS_OF_ROPE, names_in, numbers_in, required, signature, told
+from .code import SPEAKS_OF_ROPE, describe, names_in, numbers_in, required, signature
 from .names import building_role
 from .probing import Probing
-from .rules import found, passed, skipped
+from .rules import passed, skipped, violation
 from .target import Target, causal_mask, copied, read, tensors_in
 from .verdict import Example, Finding
 
@@ -64,7 +64,7 @@ def cache(ctx: Probing) -> Finding | None:
         except Exception as error:
             tried = True
             if way.sure:
-                failed = failed or found("cache", "fails", error=told(error))
+                failed = failed or violation("cache", "fails", error=describe(error))
             continue
         if ctx.near(outs, ctx.out[:, :6]) or _is_window(ctx, way):
             target.observed.append("cache")
@@ -73,7 +73,7 @@ def cache(ctx: Probing) -> Finding | None:
         if way.sure and _remembers(ctx, way):
             wrong = wrong or _named(ctx, way, outs, raw)
         elif way.sure:
-            wrong = wrong or found("cache", "ignored")
+            wrong = wrong or violation("cache", "ignored")
     if wrong or failed:
         return wrong or failed
     if tried:
@@ -113,12 +113,12 @@ def _remembers(ctx: Probing, way: Way) -> bool:
 
 
 def _named(ctx: Probing, way: Way, outs: Tensor, raw: Any) -> Finding:
-    """Say in which way outputs are not those of the whole."""
+    """Return the finding on outputs that differ from those of the whole sequence."""
     gap = (outs - ctx.out[:, :6]).abs().amax((0, 2))
     token = int((~(gap <= 1e-6 * ctx.out.abs().max())).nonzero()[0])
-    said = "  # it goes in as chunks of 3, 2 and 1 tokens"
-    example = Example.of(ctx.exact.source(ctx.tokens, 2) + said, ctx.out[0, :6], outs[0])
-    return found("cache", _kind(ctx, way, raw), example, token=token)
+    message = "  # it goes in as chunks of 3, 2 and 1 tokens"
+    example = Example.of(ctx.exact.source(ctx.tokens, 2) + message, ctx.out[0, :6], outs[0])
+    return violation("cache", _kind(ctx, way, raw), example, token=token)
 
 
 def _kind(ctx: Probing, way: Way, raw: Any) -> str:
@@ -214,7 +214,7 @@ def _shown(target: Target, whole: bool = True) -> Step:
 
 
 def _handed_back(target: Target, name: str, flags: dict[str, bool]) -> Step:
-    """What comes back with the result goes in again with the next chunk."""
+    """Pass the cache that a call returns to the call on the next chunk."""
     own, kept = target.fresh(), [None]
 
     def step(x: Tensor, first: int) -> tuple[Tensor, Any]:

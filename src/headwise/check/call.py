@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import Causal, Dense
-from .code import line_of, name_of, required, signature, source_of, told
+from .code import describe, line_of, name_of, required, signature, source_of
 from .names import calling_role
-from .target import NAMED, TOKENS, Unsaid
+from .target import NAMED, TOKENS, Question
 
 MEANINGS = {
     "memory": "memory [B, S, E], keys and values come from it",
@@ -61,7 +61,7 @@ NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Form:
-    """How an argument takes a mask: by which name, as what, in which shape."""
+    """One form of a mask argument: its name, its kind and its shape."""
 
     argument: str
     kind: str
@@ -91,7 +91,7 @@ class Form:
 
 @dataclass
 class PlainCall:
-    """The call that a signature itself tells.
+    """The call that follows from the signature of a layer.
 
     Attributes:
         inputs: the parameters that take x: one, or query, key and value.
@@ -187,7 +187,7 @@ class ShownCall:
         odd = [name for name in names[2:] if name not in NAMED]
         if len(names) < 2 or odd:
             what = f"{', '.join(odd)} among its parameters" if odd else f"{len(names)} parameters"
-            raise Unsaid(
+            raise Question(
                 f"check({self.label}): call= has {what}. The first two are the layer and x; the "
                 f"others are any of {', '.join(NAMED)}: lambda layer, x, keep: layer(x, mask=keep)"
             )
@@ -207,8 +207,8 @@ class ShownCall:
         except Exception as error:
             if reached(layer, error):
                 raise
-            raise Unsaid(
-                f"check({self.label}): the call that you show fails by itself: {told(error)}"
+            raise Question(
+                f"check({self.label}): the call that you show fails by itself: {describe(error)}"
             ) from error
 
 
@@ -241,7 +241,7 @@ def reached(layer: Any, error: BaseException) -> bool:
 
 
 def plain_call(layer: nn.Module, label: str) -> PlainCall:
-    """Return the call that a layer's signature tells.
+    """Return the call that follows from the signature of a layer.
 
     Raises:
         Unsaid: it must be given something that is not guessed; the lambda to copy is shown.
@@ -260,7 +260,7 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
         if found:  # def forward(self, *args)
             x = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY)
             return PlainCall({"x": x}, {"x": ""}, ("x",), None)
-        raise Unsaid(f"check({label}): its forward takes nothing; " + show(layer, label, [], []))
+        raise Question(f"check({label}): its forward takes nothing; " + show(layer, label, [], []))
     first = [roles[name] for name in names[:3]]
     inputs, memory = (names[0],), None
     if set(first) == {"query", "key", "value"}:
@@ -278,7 +278,7 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
     if call.cross_only and any(roles[name] in ("mask", "memory_mask", "padding") for name in must):
         open_ = [memory, *(n for n in must if "mask" in roles[n] or roles[n] == "padding")]
     if open_:
-        raise Unsaid(show(layer, label, [str(name) for name in open_], must))
+        raise Question(show(layer, label, [str(name) for name in open_], must))
     return call
 
 

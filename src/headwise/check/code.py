@@ -105,25 +105,25 @@ def line_of(error: BaseException) -> Line | None:
     return Line(own[-1].filename, own[-1].lineno or 0) if own else None
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an error in one line: what it says, the user's line, and the shapes there.
 
-    >>> told(ValueError("too long"))
+    >>> describe(ValueError("too long"))
     'ValueError: too long'
     """
     text = " ".join(str(error).split()) or "no message"
     text = text if len(text) < 200 else f"{text[:200]}…"
-    said = f"{type(error).__name__}: {text}{_meant(error)}"
+    message = f"{type(error).__name__}: {text}{_meant(error)}"
     frames = [
         (frame, number)
         for frame, number in traceback.walk_tb(error.__traceback__)
         if is_users(frame.f_code.co_filename)
     ]
     if not frames:
-        return said
+        return message
     frame, number = frames[-1]
     line = Line(frame.f_code.co_filename, number)
-    return f"{said} ({line}{''.join(_shapes(line.code, frame.f_locals))})"
+    return f"{message} ({line}{''.join(_shapes(line.code, frame.f_locals))})"
 
 
 def _meant(error: BaseException) -> str:
@@ -217,15 +217,15 @@ def sizes_in(thing: Any) -> dict[str, int]:
     return found
 
 
-def input_width(module: nn.Module, said: int | None = None) -> int | None:
+def input_width(module: nn.Module, stated: int | None = None) -> int | None:
     """Return the width of the input, as the first layer or raw matrix that holds one says.
 
     Args:
         said: what an attribute says; where no layer takes it, it is another width.
     """
     widths = [width for child in module.modules() if isinstance(width := _taken(child), int)]
-    if said is not None and (said in widths or not widths):
-        return said
+    if stated is not None and (stated in widths or not widths):
+        return stated
     return next(iter((*widths, *(p.shape[-2] for p in module.parameters() if p.ndim >= 2))), None)
 
 
@@ -260,18 +260,18 @@ def rotations(module: nn.Module, head_dim: int, spoken: Iterable[str] = ()) -> l
         spoken: further names: arguments of the call, words of a shown call.
     """
     home = vars(sys.modules.get(type(module).__module__, re))
-    made = [
+    makers = [
         name for name, one in home.items() if callable(one) and SPEAKS_OF_ROPE.search(name.lower())
     ]
-    said = [*names_in(module), *spoken]
-    if head_dim < 2 or not any(SPEAKS_OF_ROPE.search(name.lower()) for name in said):
+    names = [*names_in(module), *spoken]
+    if head_dim < 2 or not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names):
         return []
     found = dict.fromkeys(pair for pair in _tables(module) if pair[0] <= head_dim)
     bases = dict.fromkeys(b for b in numbers_in(module, r"theta|rope.*base|rotary.*base") if b > 1)
     dims = [int(n) for n in numbers_in(module, r"rot\w*_dim|rotary_ndims") if 1 < n <= head_dim]
     defaults = [
         one.default
-        for name in made
+        for name in makers
         for one in signature(home[name])
         if re.search("theta|base", one.name) and isinstance(one.default, int | float)
     ]
@@ -313,8 +313,8 @@ def set_dropout(module: nn.Module, p: float) -> bool:
     for child in module.modules():
         own = ["p"] if isinstance(child, nn.modules.dropout._DropoutNd) else []
         for name, value in vars(child).items():
-            said = "drop" in name or (building_role(name) == "dropout" and name != "p")
-            own += [name] * (said and isinstance(value, float) and 0.0 <= value < 1.0)
+            drops = "drop" in name or (building_role(name) == "dropout" and name != "p")
+            own += [name] * (drops and isinstance(value, float) and 0.0 <= value < 1.0)
         for name in own:
             setattr(child, name, p)
         any_found = any_found or bool(own)

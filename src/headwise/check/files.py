@@ -29,10 +29,10 @@ from torch import nn
 
 from . import check
 from .build import Broken
-from .code import told
-from .rules import found
+from .code import describe
+from .rules import violation
 from .sandbox import Limits, Outcome, Report, Send, run
-from .syntax import Source
+from .syntax import ParsedFile
 from .verdict import Finding, Verdict
 
 ATTENTION = re.compile(r"attention|attn|mha|gqa|mqa|multi_?head", re.IGNORECASE)
@@ -117,7 +117,9 @@ def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
     rule = "file-crash" if done.ended == "signal" else f"file-{done.ended}"
     known = done.ended == "signal" and done.code in set(signal.Signals)
     code = signal.Signals(done.code).name if known else f"exit code {done.code}"
-    return found(rule, "over", phase=phase, code=code, line=_at(done.stack, path), **vars(limits))
+    return violation(
+        rule, "over", phase=phase, code=code, line=_at(done.stack, path), **vars(limits)
+    )
 
 
 def _at(stack: str, path: Path) -> str:
@@ -168,7 +170,7 @@ def telling(send: Send, path: Path) -> Iterator[None]:
     except BaseException as error:
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
-        send(alone(found("file-call", "ours", error=told(error))))
+        send(alone(violation("file-call", "ours", error=describe(error))))
 
 
 def alone(*findings: Finding) -> dict[str, Any]:
@@ -215,23 +217,23 @@ def _evaluated(option: str, text: str, module: ModuleType) -> Any:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def parsed(path: Path) -> Source:
+def parsed(path: Path) -> ParsedFile:
     """Return the text and the tree of a file.
 
     Raises:
         Broken: it is no Python.
     """
     try:
-        return Source(path.read_bytes().decode("utf-8-sig"), str(path))
+        return ParsedFile(path.read_bytes().decode("utf-8-sig"), str(path))
     except SyntaxError as error:
-        said = f"{error.msg}: `{(error.text or '').strip()}`"
-        raise Broken(found("file-syntax", "line", number=error.lineno, error=said)) from None
+        message = f"{error.msg}: `{(error.text or '').strip()}`"
+        raise Broken(violation("file-syntax", "line", number=error.lineno, error=message)) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = f"0x{error.object[error.start]:02x}"
-        raise Broken(found("file-syntax", "encoding", line=line, byte=byte)) from None
+        raise Broken(violation("file-syntax", "encoding", line=line, byte=byte)) from None
     except (ValueError, RecursionError) as error:
-        raise Broken(found("file-syntax", "text", error=error)) from None
+        raise Broken(violation("file-syntax", "text", error=error)) from None
 
 
 def load(path: Path, code: CodeType | None = None) -> ModuleType:
@@ -269,7 +271,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
         sys.modules[name] = module
         exec(code, vars(module)) if code is not None else spec.loader.exec_module(module)
     except SystemExit:
-        raise Broken(found("file-exit", "over", phase=IMPORTING, line="")) from None
+        raise Broken(violation("file-exit", "over", phase=IMPORTING, line="")) from None
     except MemoryError:
         raise
     except BaseException as error:
@@ -298,7 +300,7 @@ def _failed_import(error: BaseException) -> Finding:
             way = "max"
     elif isinstance(error, NameError) and name:
         way = "name"
-    return found("file-import", way, error=told(error), name=name, python=sys.executable)
+    return violation("file-import", way, error=describe(error), name=name, python=sys.executable)
 
 
 def chosen(module: ModuleType, path: Path, name: str | None) -> Any:

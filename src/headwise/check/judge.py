@@ -13,8 +13,8 @@ from dataclasses import replace
 from . import behavior, caches, definition, masks, use
 from .code import class_sources, lines_in
 from .probing import Failed, Probe, Probing
-from .rules import RULES, found, passed, skipped
-from .target import Target, Unsaid
+from .rules import RULES, passed, skipped
+from .target import Question, Target
 from .verdict import Finding, Verdict
 
 FIRST: dict[str, Probe] = {
@@ -89,7 +89,7 @@ def judged(target: Target) -> Verdict:
             stopped = rule
     wrong = any(one.severity == "error" and one.rule in ELSEWHERE for one in results)
     named = [] if stopped == "shape" else definition.run(target, twice=not wrong)
-    if stopped == "finite":  # where there are no numbers, only the axis of the softmax can be told
+    if stopped == "finite":  # without numbers, only the axis of the softmax can be determined
         named = [one for one in named if one.rule == "softmax"]
     return Verdict(
         target.name, tuple(_joined(target, named, results)), tuple(dict.fromkeys(target.observed))
@@ -101,7 +101,7 @@ def _tried(rule: str, probe: Probe, ctx: Probing) -> Finding | None:
     try:
         return probe(ctx)
     except Failed as failure:
-        if isinstance(failure.error, Unsaid):
+        if isinstance(failure.error, Question):
             return skipped(rule, str(failure.error).partition("): ")[2])
         return Finding(rule, "error", f"{failure}.", "Make this call run.")
 
@@ -116,7 +116,7 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
     for one in sorted(errors, key=lambda one: one.rule == "definition"):
         for rule in RULES[one.rule].explains:
             reasons.setdefault(rule, one.rule)
-    results, told = list[Finding](), set[str]()
+    results, reported = list[Finding](), set[str]()
 
     def rank(one: Finding) -> tuple[bool, ...]:
         rule = RULES[one.rule]
@@ -137,9 +137,9 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
             one = replace(one, explained_by=reason)
         elif one.severity == "warning" and errors:
             one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")
-        elif one.severity == "error" and ({one.rule, one.message} & told):
-            continue  # it is said already
-        told |= {one.rule, one.message} if one.severity == "error" else set()
+        elif one.severity == "error" and ({one.rule, one.message} & reported):
+            continue  # already reported
+        reported |= {one.rule, one.message} if one.severity == "error" else set()
         results.append(
             _located(one, target) if wrong and one.severity in ("error", "warning") else one
         )
@@ -186,6 +186,3 @@ def _located(one: Finding, target: Target) -> Finding:
         if uses:
             return replace(one, hint=f"{one.hint} Look at {uses[0]}.")
     return one
-
-
-__all__ = ["found", "judged"]

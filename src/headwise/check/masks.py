@@ -16,7 +16,7 @@ from .call import KEYS, SHAPES, Form, PlainCall
 from .code import name_of
 from .names import building_role
 from .probing import NOTHING, Failed, Probing
-from .rules import found, passed, skipped
+from .rules import passed, skipped, violation
 from .target import Target, causal_mask
 from .verdict import Finding
 
@@ -59,29 +59,29 @@ def learn_forms(target: Target) -> list[Finding]:
             call.forms[channel] = form
             target.observed.append(f"{form}")
             if name == "key_padding_mask" and form.kind == "may":
-                findings.append(found("padding", "custom"))
+                findings.append(violation("padding", "custom"))
         elif tried.nearest is not None:
             channel, form, why = tried.nearest
             call.forms.setdefault(channel, form)
             rule = "mask" if channel == "allow" else "padding"
             if why is not None:
-                findings.append(found(rule, why, name=name))
+                findings.append(violation(rule, why, name=name))
         elif tried.ignored and role == "memory_mask" and not call.cross_only:
             both = f"layer(x, {call.memory or 'memory'}=memory, {name}=keep)"
             shown = f"lambda layer, x, memory, keep: {both}"
-            said = f"`{name}` changes nothing without another sequence; show one: {shown}."
-            findings.append(skipped("padding", said))
+            message = f"`{name}` changes nothing without another sequence; show one: {shown}."
+            findings.append(skipped("padding", message))
         elif tried.ignored:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
-            findings.append(found(rule, "ignored", name=name))
+            findings.append(violation(rule, "ignored", name=name))
         elif tried.opened and not tried.square:
-            findings.append(found("causality", "kept", name=name))
+            findings.append(violation("causality", "kept", name=name))
         else:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             words = "keep" if rule == "padding" else "allow"
             shown = f"lambda layer, x, {words}: layer(x, {name}={words})"
-            said = f"No usual form of `{name}` goes in; show one: {shown}."
-            findings.append(skipped(rule, said))
+            message = f"No usual form of `{name}` goes in; show one: {shown}."
+            findings.append(skipped(rule, message))
     return findings
 
 
@@ -115,7 +115,7 @@ class _Tried:
         keep = channel == "keep"
         batch, tokens = ctx.x.shape[:2]
         full = torch.ones((batch, tokens) if keep else (tokens, tokens), dtype=torch.bool)
-        some = _kept(ctx, form.kind == "lengths") if keep else _allow(tokens)
+        some = _some_padding(ctx, form.kind == "lengths") if keep else _allow(tokens)
         if not keep and ctx.target.causal:
             full, some = full, some.tril()
         try:
@@ -131,7 +131,7 @@ class _Tried:
         if ctx.near(shut, plain):
             self.ignored += 1
             return
-        if form.kind == "added":  # a factor is told from a sum by a finite number
+        if form.kind == "added":  # a finite number distinguishes a factor from a sum
             own = replace(call, forms={**call.forms, channel: replace(form, fill=-1e4)})
             trial = replace(ctx.exact, call=own)
         gap, why = _leaks(ctx, trial, channel, some)
@@ -142,7 +142,7 @@ class _Tried:
             self.gap, self.nearest = gap, (channel, form, why)
 
 
-def _kept(ctx: Probing, at_end: bool = False) -> Tensor:
+def _some_padding(ctx: Probing, at_end: bool = False) -> Tensor:
     """Return `[B, S]` in which two tokens of the last sequence are padding: the last ones; in
     causal attention, where nobody sees these, the second and third."""
     keep = torch.ones(ctx.x.shape[:2], dtype=torch.bool)
@@ -205,7 +205,7 @@ def learn_causality(target: Target, wrong: bool) -> None:
     Args:
         wrong: something is wrong with the mask that could be passed.
     """
-    wanted = target.asked_causal
+    wanted = target.given_causal
     if wanted is False:
         target.causal_from = "given"
         return
@@ -249,7 +249,7 @@ def _flag(target: Target) -> Form | None:
 
 
 def _seen_causal(target: Target) -> bool:
-    """Return True if the zeros among the influences tell of a causal mask, be it a mistaken one."""
+    """Return True if the zeros among the influences indicate a causal mask, even a mistaken one."""
     try:
         with torch.no_grad():
             found = target.influence(target.input(tokens=5, batch=1)).nan_to_num(0.0)
@@ -312,28 +312,28 @@ def mask(ctx: Probing) -> Finding | None:
     try:
         full, shut = ctx.call(ctx.x, allow=lower), ctx.call(ctx.x, allow=some)
     except Failed as failure:
-        return found("mask", "fails", name=name, error=str(failure).partition("fails: ")[2])
+        return violation("mask", "fails", name=name, error=str(failure).partition("fails: ")[2])
     if ctx.near(shut, full):
-        return found("mask", "ignored", name=name)
+        return violation("mask", "ignored", name=name)
     if not bool(shut.isfinite().all()):
-        return found("mask", "nan", name=name)
+        return violation("mask", "nan", name=name)
     seen = ctx.exact.influence(ctx.x, allow=some)
     hidden = (seen > NOTHING * seen.max()) & ~some
     if not bool(hidden.any()):
         return passed("mask")
     visible = seen[some & ~torch.eye(tokens, dtype=torch.bool)]
     if bool((visible <= NOTHING * seen.max()).all()):
-        return found("mask", "inverted", name=name)
+        return violation("mask", "inverted", name=name)
     flipped = (seen > NOTHING * seen.max()) & ~some.T
     if not bool(flipped.fill_diagonal_(False).any()):
-        return found("mask", "queries", name=name)
+        return violation("mask", "queries", name=name)
     same = _equal(ctx.x)
     if not ctx.near(ctx.call(same, allow=some), ctx.call(same, allow=lower)):
-        return found("mask", "after", name=name)
+        return violation("mask", "after", name=name)
     if float(seen[~some & lower].max()) < NEARLY * float(visible.max()) or _is_small(ctx, some):
-        return found("mask", "small", name=name)
+        return violation("mask", "small", name=name)
     i, j = hidden.nonzero()[0].tolist()
-    return found("mask", "leaks", name=name, i=i, j=j)
+    return violation("mask", "leaks", name=name, i=i, j=j)
 
 
 def _equal(x: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ def padding(ctx: Probing) -> Finding | None:
     name, cross = _argument(ctx, "keep"), _is_of_memory(ctx)
     call = ctx.target.call
     at_end = isinstance(call, PlainCall) and call.forms["keep"].kind == "lengths"
-    keep = _kept(ctx, at_end)
+    keep = _some_padding(ctx, at_end)
     memory = ctx.exact.input(ctx.tokens, len(ctx.x), seed=8) if cross else ctx.x
     real = torch.ones_like(keep[-1]) if cross else keep[-1]  # outputs that must not change
 
@@ -373,27 +373,27 @@ def padding(ctx: Probing) -> Finding | None:
         full, base, after = out(memory, open_), out(memory, keep), out(moved(~keep[-1]), keep)
         early = out(moved(keep[-1]), keep)
     except Failed as failure:
-        return found("padding", "fails", name=name, error=str(failure).partition("fails: ")[2])
+        return violation("padding", "fails", name=name, error=str(failure).partition("fails: ")[2])
     if ctx.near(base, full):
-        return found("padding", "ignored", name=name)
+        return violation("padding", "ignored", name=name)
     if ctx.near(early[-1], base[-1]) if cross else _hides_real(ctx, keep):
-        return found("padding", "inverted", name=name)
+        return violation("padding", "inverted", name=name)
     if not bool(base[-1, real].isfinite().all()) or not bool(base[:-1].isfinite().all()):
-        return found("padding", "nan", name=name)
+        return violation("padding", "nan", name=name)
     if not ctx.near(base[:-1], full[:-1]):
-        return found("padding", "elsewhere", name=name)
+        return violation("padding", "elsewhere", name=name)
     if not ctx.changed(after[-1, real], base[-1, real]):
         return passed("padding")
     if ctx.near(base[-1, real], full[-1, real]):
-        return found("padding", "queries", name=name)
+        return violation("padding", "queries", name=name)
     same = _equal(memory)
     if not ctx.near(out(same, keep)[-1, real], out(same, open_)[-1, real]):
-        return found("padding", "after", name=name)
+        return violation("padding", "after", name=name)
     plain = out(moved(~keep[-1]), open_)
     gaps = [(one - two)[-1, real].abs().amax(-1) for one, two in ((after, base), (plain, full))]
     if bool((gaps[0] < 0.9 * gaps[1]).all()):
-        return found("padding", "small", name=name)
-    return found("padding", "leaks", name=name)
+        return violation("padding", "small", name=name)
+    return violation("padding", "leaks", name=name)
 
 
 def _hides_real(ctx: Probing, keep: Tensor) -> bool:
@@ -440,12 +440,14 @@ def cross(ctx: Probing) -> Finding | None:
             return skipped("cross", f"It refuses another sequence: {failure.error}")
         same = ctx.exact.input(ctx.tokens, batch, seed=8)
         if _mixes(ctx, same):
-            return found("cross", "values")
+            return violation("cross", "values")
         error = str(failure).partition("fails: ")[2]
-        return found("cross", "fails", x=list(ctx.x.shape), memory=list(memory.shape), error=error)
+        return violation(
+            "cross", "fails", x=list(ctx.x.shape), memory=list(memory.shape), error=error
+        )
     if ctx.near(ctx.call(ctx.x, memory=-memory, **given), out):
-        return found("cross", "ignored")
-    return found("cross", "own") if _mixes(ctx, memory) else passed("cross")
+        return violation("cross", "ignored")
+    return violation("cross", "own") if _mixes(ctx, memory) else passed("cross")
 
 
 def _open(ctx: Probing, memory: Tensor) -> dict[str, Tensor]:
@@ -472,10 +474,10 @@ def rotary(ctx: Probing) -> Finding | None:
         return None
     out = ctx.call(ctx.x, start=5)
     if not ctx.near(out, ctx.out):
-        return found("rotary", "moves", n=5)
+        return violation("rotary", "moves", n=5)
     swapped = ctx.x[:, [*range(ctx.tokens - 2, -1, -1), ctx.tokens - 1]]
     if not ctx.target.causal and ctx.near(ctx.call(swapped)[:, -1], ctx.out[:, -1]):
-        return found("rotary", "idle")
+        return violation("rotary", "idle")
     return passed("rotary")
 
 

@@ -89,12 +89,12 @@ def parts_of(name: str) -> str:
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if words in (["c", "attn"], ["in", "proj"], ["in", "proj", "weight"], ["in", "proj", "bias"]):
         return "qkv"
-    said = ""
+    parts = ""
     for word in words:
         bare = re.sub(r"^[wb](?=[qkvo]+s?$)|^to(?=[qkv])", "", word)
         if re.fullmatch("[qkv]{2,3}", bare) and len(set(bare)) == len(bare):
             return bare
-        said += next((part for part in "qkv" if {word, bare} & _PARTS[part]), "")
-    if said:
-        return said if len(set(said)) == len(said) else ""
+        parts += next((part for part in "qkv" if {word, bare} & _PARTS[part]), "")
+    if parts:
+        return parts if len(set(parts)) == len(parts) else ""
     return "o" if any(word in _PARTS["o"] or word in ("bo", "ob") for word in words) else ""

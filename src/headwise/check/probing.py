@@ -1,4 +1,4 @@
-"""What the probes share: copies of the target, its inputs, and what counts as equal."""
+"""Copies of the target, its inputs and the test of equality, shared by all probes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .code import told
+from .code import describe
 from .target import Result, Target
 from .verdict import Example, Finding
 
@@ -26,13 +26,13 @@ NOTHING = 1e-10
 class Failed(Exception):
     """A call raised an error on an input that the layer must be able to take."""
 
-    def __init__(self, what: str, error: Exception) -> None:
-        super().__init__(f"The call on {what} fails: {told(error)}")
+    def __init__(self, inputs: str, error: Exception) -> None:
+        super().__init__(f"The call on {inputs} fails: {describe(error)}")
         self.error = error
 
 
 class Probing:
-    """What the probes share.
+    """Shared copies and inputs of the probes.
 
     Attributes:
         target: with its own weights; random: with random ones; exact: the same in float64.
@@ -87,7 +87,7 @@ class Probing:
         )
 
     def example(
-        self, said: str, two: Callable[[Target, Tensor], tuple[Tensor, Tensor]], batch: int = 1
+        self, label: str, two: Callable[[Target, Tensor], tuple[Tensor, Tensor]], batch: int = 1
     ) -> Example | None:
         """Return three tokens on which `two(target, x)`, expected and found, differ: with the
         layer's own weights, or with random ones where it hardly shows with its own."""
@@ -99,6 +99,6 @@ class Probing:
             except Exception:  # it was seen on another input; here there is none to show
                 return None
             if not self.near(actual, expected):
-                source = f"{target.source(x.shape[1], batch)}  # {said}{beside}"
+                source = f"{target.source(x.shape[1], batch)}  # {label}{beside}"
                 return Example.of(source, expected[:1], actual[:1])
         return None

@@ -19,7 +19,7 @@ class CheckRule:
     """One rule; `rules.toml` explains the fields, and `ways` are those to break it."""
 
     id: str
-    says: str
+    statement: str
     lesson: str
     evidence: Literal["probe", "oracle", "file", "step"]
     ways: dict[str, dict[str, Any]]
@@ -42,7 +42,7 @@ ALL: dict[str, CheckRule] = {name: _rule(name, row) for name, row in _ROWS.items
 RULES = {name: rule for name, rule in ALL.items() if rule.evidence in ("probe", "oracle")}
 
 
-def found(rule: str, way: str, example: Example | None = None, /, **words: Any) -> Finding:
+def violation(rule: str, way: str, example: Example | None = None, /, **words: Any) -> Finding:
     """Return the finding on a rule that is broken in one of its ways."""
     text = ALL[rule].ways[way]
     severity: Severity = text.get("severity", "error")
@@ -53,7 +53,7 @@ def found(rule: str, way: str, example: Example | None = None, /, **words: Any) 
 
 def passed(rule: str, message: str = "") -> Finding:
     """Return the finding on a rule that is kept."""
-    return Finding(rule, "passed", message or ALL[rule].says)
+    return Finding(rule, "passed", message or ALL[rule].statement)
 
 
 def skipped(rule: str, message: str) -> Finding:
@@ -73,6 +73,6 @@ def explain(rule: str) -> str:
     """
     if rule not in ALL:
         near = difflib.get_close_matches(rule, list(ALL), n=3)
-        said = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(ALL)}"
-        raise ValueError(f"explain({rule!r}): there is no such rule; {said}")
-    return f"{rule}: {ALL[rule].says}\n\n{ALL[rule].lesson}"
+        message = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(ALL)}"
+        raise ValueError(f"explain({rule!r}): there is no such rule; {message}")
+    return f"{rule}: {ALL[rule].statement}\n\n{ALL[rule].lesson}"

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 GIB = 2**30
-KEPT = 4096  # bytes of what the code prints that are kept
-PRINTED = 64 * 2**20  # bytes of a file that the code may write
+PRINTED_BYTES = 4096  # bytes of what the code prints that are kept
+FILE_BYTES = 64 * 2**20  # bytes of a file that the code may write
 START = 120.0  # seconds to import torch on a busy machine, before the clock starts
 GRACE = 2.0  # seconds in which the job says where it is, once its time is over
 OUT_OF_MEMORY = 77
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The outcome of a run.
 
     `code` is the exit status, or the signal's number; `stack` is what was being run when time was
     over, as `faulthandler` writes it; `printed` is the beginning of what was printed.
@@ -139,13 +139,13 @@ def _forked(job: dict[str, Any]) -> int:
     if pid == 0:
         try:
             os.setsid()
-            told = environment(os.environ, Path(job["box"], "home"))
+            own = environment(os.environ, Path(job["box"], "home"))
             os.environ.clear()
-            os.environ.update(told)
+            os.environ.update(own)
             tempfile.tempdir = None
             sys.path[:] = sys.path[1 - sys.flags.safe_path :]  # without the command's own folder
             with contextlib.suppress(ValueError):
-                sys.modules["torch"].set_num_threads(int(told["OMP_NUM_THREADS"].partition(",")[0]))
+                sys.modules["torch"].set_num_threads(int(own["OMP_NUM_THREADS"].partition(",")[0]))
             work(job)
         finally:
             os._exit(1)
@@ -167,22 +167,21 @@ def _started(job: dict[str, Any]) -> int:
     return process.pid
 
 
-TOLD = re.compile(
+PASSED_ON = re.compile(
     r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON(PATH|HOME|HASHSEED|UTF8)|VIRTUAL_ENV|CONDA_PREFIX|"
     r"(LD|DYLD)_\w+|CUDA_\w+|(OMP|MKL|OPENBLAS)_\w+|ATEN_CPU_CAPABILITY|SSL_CERT_(FILE|DIR)|"
     r"(HF|TRANSFORMERS)_(HUB_)?OFFLINE|HF_HUB_CACHE|TORCH_HOME|PYTHONUSERBASE|"
     r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
 )
-"""What the code is told of the environment: where programs and libraries are, the language, what
-settles how numbers are computed, and what torchrun sets. No tokens, no keys, no sockets of
-agents."""
+"""Environment variables that are passed on: paths of programs and libraries, the language, settings
+of numerical libraries and of torchrun. Tokens, keys and sockets of agents are left out."""
 
 
 def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
     """Return the environment that the code gets.
 
-    >>> told = environment({"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "secret"}, Path("/tmp/home"))
-    >>> told["PATH"], told["LC_ALL"], told["HOME"], "HF_TOKEN" in told
+    >>> own = environment({"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "secret"}, Path("/tmp/home"))
+    >>> own["PATH"], own["LC_ALL"], own["HOME"], "HF_TOKEN" in own
     ('/bin', 'C', '/tmp/home', False)
     """
     caches = Path.home() / ".cache"
@@ -192,12 +191,12 @@ def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
         "HF_HUB_CACHE": str(Path(given.get("HF_HOME", caches / "huggingface"), "hub")),
         "TORCH_HOME": str(caches / "torch"),
     }
-    told = {name: value for name, value in given.items() if TOLD.fullmatch(name)}
-    return {**usual, **told, "HOME": str(home), "TMPDIR": str(home)}
+    own = {name: value for name, value in given.items() if PASSED_ON.fullmatch(name)}
+    return {**usual, **own, "HOME": str(home), "TMPDIR": str(home)}
 
 
 def work(job: dict[str, Any]) -> None:
-    """Do the job in this process, then leave by `os._exit`, past threads that still run."""
+    """Run the job in this process, then leave by `os._exit`, past threads that still run."""
     box, append = Path(job["box"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND
     printed, channel, trace = (
         os.open(box / name, append, 0o600) for name in ("printed", "messages", "trace")
@@ -214,7 +213,7 @@ def work(job: dict[str, Any]) -> None:
 
     for kind, value in (
         ("DATA", int(job["memory"] * GIB) + _held()),
-        ("FSIZE", PRINTED),
+        ("FSIZE", FILE_BYTES),
         ("CORE", 0),
     ):
         with contextlib.suppress(ValueError, OSError, AttributeError):
@@ -246,7 +245,7 @@ def _sum_up(box: Path, code: int) -> Outcome:
         for name in ("messages", "trace", "printed")
     )
     messages = [json.loads(line) for line in sent.splitlines() if line]
-    outcome = Outcome(messages, printed=printed[:KEPT].decode(errors="replace"))
+    outcome = Outcome(messages, printed=printed[:PRINTED_BYTES].decode(errors="replace"))
     stacks = trace.decode(errors="replace")
     if messages and messages[-1] == {"end": True}:
         outcome.messages = messages[:-1]

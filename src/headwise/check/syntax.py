@@ -1,4 +1,4 @@
-"""What the parsed syntax of a file tells, without running it: names, blanks, who uses what.
+"""Facts from the syntax of a file, without running it: names, blanks and uses.
 
 A *part* is a function, `causal_mask`, or something of a class: the method `Head.forward`, or the
 attribute `Head.W_query`, which some method sets. What a class inherits from another class of the
@@ -43,21 +43,21 @@ class Blank:
     """
 
     line: int
-    says: str
+    text: str
     key: str = ""
 
 
-class Source:
+class ParsedFile:
     """A file's text and its tree.
 
     Raises:
         SyntaxError: it is no Python.
 
-    >>> source = Source("import math\\nclass Head(Module):\\n    def forward(self, x): return None")
+    >>> source = ParsedFile("import math\\nclass Head(Module):\\n    def forward(self, x): return None")
     >>> source.unbound
     {'Module': 2}
     >>> source.blanks("Head.forward")
-    [Blank(line=3, says='`forward` still returns None', key='return')]
+    [Blank(line=3, text='`forward` still returns None', key='return')]
     """
 
     def __init__(self, text: str, file: str = "file.py") -> None:
@@ -77,12 +77,12 @@ class Source:
 
     @cached_property
     def relative(self) -> int:
-        """How many folders up its relative imports reach, `from .parts import Head` one."""
+        """The number of folders that relative imports go up, one for `from .parts import Head`."""
         return max((node.level for node in nodes(ast.ImportFrom, self.tree)), default=0)
 
     @cached_property
     def imported(self) -> set[str]:
-        """What is imported, by its whole name: `{"torch.nn", "math"}`."""
+        """The full names of its imports: `{"torch.nn", "math"}`."""
         names = [one.name for node in nodes(ast.Import, self.tree) for one in node.names]
         names += [one.module or "" for one in nodes(ast.ImportFrom, self.tree) if not one.level]
         return {*names}
@@ -103,7 +103,7 @@ class Source:
     def unbound(self) -> dict[str, int]:
         """Names that are used and that nothing gives a meaning to, with the line of the first use.
 
-        Nothing is said where `from … import *` may give them one.
+        Empty if the file has `from … import *`, which may define any name.
         """
         if any(one.name == "*" for one in nodes(ast.alias, self.tree)):
             return {}
@@ -135,13 +135,13 @@ class Source:
         return None
 
     def line(self, part: str) -> int | None:
-        """Where the part is written; None where it is not."""
+        """Return the line that defines the part, or None."""
         found = self.function(part) or self.definitions.get(part)
         lines = [found.lineno] if found is not None else [line for line, _ in self._given(part)]
         return lines[0] if lines else None
 
     def has(self, part: str) -> bool:
-        """Whether the part is there, or may come from another file: imported, or by a base."""
+        """Return True if the part is defined here, or may come from an import or a base class."""
         owner = part.rpartition(".")[0]
         if not owner:
             return part in self.bound
@@ -184,13 +184,13 @@ class Source:
         return {one.name for some in methods for one in some} | {n for n, *_ in self._set(owner)}
 
     def local(self, owner: str, name: str) -> int | None:
-        """Where a class's methods give a variable a name, and not an attribute."""
+        """Return the line in which a method assigns a local variable of that name, or None."""
         stores = (node for kind in self._family(owner) for node in nodes(ast.Name, kind))
         lines = (one.lineno for one in stores if (one.id, type(one.ctx)) == (name, ast.Store))
         return min(lines, default=None)
 
     def calls(self, owner: str, name: str) -> bool:
-        """Whether a class calls `self.<name>(…)`."""
+        """Return True if a class calls `self.<name>(…)`."""
         calls = nodes(ast.Call, *self._family(owner))
         return any(getattr(call.func, "attr", "") == name for call in calls)
 
@@ -327,7 +327,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """Each target of an assignment with what it is given; the whole where that cannot be told."""
+    """Yield each target of an assignment with its value, or with the whole if that is unclear."""
     if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
         yield node.target, node.value
     elif isinstance(node, ast.Assign):

@@ -1,4 +1,4 @@
-"""What is checked, as one callable on x `[B, T, E]`.
+"""The target of a check, as one callable on x `[B, T, E]`.
 
 A `Target` holds a private copy of a layer, its sizes, and how it is called. What may go in beside
 x has the same five names everywhere, in a shown call and in the probes: `memory` `[B, S, E]`,
@@ -24,8 +24,8 @@ NAMED = ("memory", "keep", "allow", "start", "past")
 CausalFrom = Literal["given", "seen", "named", "mask", "unknown"]
 
 
-class Unsaid(ValueError):
-    """Something that must be given, because it is not guessed."""
+class Question(ValueError):
+    """An argument or a call must be given, because it is not guessed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Unusable(Exception):
 
 
 @runtime_checkable
-class Call(Protocol):
+class LayerCall(Protocol):
     """One way to call a layer on x and on what is named."""
 
     @property
@@ -74,7 +74,7 @@ class Target:
 
     name: str
     layer: nn.Module
-    call: Call
+    call: LayerCall
     embed_dim: int
     num_heads: int = 1
     num_kv_heads: int | None = None
@@ -89,7 +89,7 @@ class Target:
     arguments: dict[str, Any] = field(default_factory=dict)
     rebuild: Callable[..., Target] | None = None
     shown: bool = False
-    asked_causal: bool | None = None
+    given_causal: bool | None = None
     observed: list[str] = field(default_factory=list)
 
     # --- calling ----------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def read(raw: Any, x: Tensor, keys: int) -> Result:
     found = [one for one in tensors_in(raw) if one.is_floating_point()]
     if not found:
         none = "None (is a `return` missing?)"
-        said = none if raw is None else f"a {type(raw).__name__} without a tensor"
-        raise Unusable(f"it returns {said}")
+        message = none if raw is None else f"a {type(raw).__name__} without a tensor"
+        raise Unusable(f"it returns {message}")
     lead = tuple(x.shape[:2])
     fits = [one for one in found if one.ndim == 3 and tuple(one.shape[:2]) == lead]
     square = (x.shape[1], keys)

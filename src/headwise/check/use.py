@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .behavior import POSITIONS, bent
-from .code import class_sources, line_of, set_dropout, told
+from .code import class_sources, describe, line_of, set_dropout
 from .probing import Failed, Probing
-from .rules import found, passed, skipped
-from .target import Target, Unsaid, causal_mask, tensors_in
+from .rules import passed, skipped, violation
+from .target import Question, Target, causal_mask, tensors_in
 from .verdict import Finding
 
 MOVES = {"to", "type_as", "cuda", "copy_"}
@@ -33,7 +33,7 @@ def runs(ctx: Probing) -> Finding | None:
         with torch.no_grad():
             own(own.input())
     except Exception as error:
-        return found("runs", "train", error=told(error))
+        return violation("runs", "train", error=describe(error))
     return passed("runs")
 
 
@@ -44,7 +44,7 @@ def deterministic(ctx: Probing) -> Finding | None:
         first, second, third = (own(ctx.x) for _ in range(3))
     if ctx.near(first.nan_to_num(7.0), second.nan_to_num(7.0)):
         return passed("deterministic")
-    return found("deterministic", "kept" if ctx.near(third, second) else "differs")
+    return violation("deterministic", "kept" if ctx.near(third, second) else "differs")
 
 
 def dropout_in_eval(ctx: Probing) -> Finding | None:
@@ -59,7 +59,9 @@ def dropout_in_eval(ctx: Probing) -> Finding | None:
             one, two = own(x), own(x)
     except Exception:
         return None
-    return passed("dropout-in-eval") if ctx.near(one, two) else found("dropout-in-eval", "drops")
+    return (
+        passed("dropout-in-eval") if ctx.near(one, two) else violation("dropout-in-eval", "drops")
+    )
 
 
 def _dropping(ctx: Probing) -> Target | None:
@@ -83,15 +85,15 @@ def dropout(ctx: Probing) -> Finding | None:
         with torch.no_grad():
             one, two = own(x), own(x)
     except Exception as error:
-        return found("dropout", "fails", error=told(error))
+        return violation("dropout", "fails", error=describe(error))
     if torch.equal(one, two):
-        return found("dropout", "idle")
+        return violation("dropout", "idle")
     same = x[:, :1].expand_as(x).contiguous()
     with torch.no_grad():
         dropped = own(same)
         own.layer.eval()
         kept = own(same)
-    return found("dropout", "before") if ctx.near(dropped, kept) else passed("dropout")
+    return violation("dropout", "before") if ctx.near(dropped, kept) else passed("dropout")
 
 
 def train_eval(ctx: Probing) -> Finding | None:
@@ -104,7 +106,7 @@ def train_eval(ctx: Probing) -> Finding | None:
             out = own(ctx.x)
     except Exception:
         return None
-    return passed("train-eval") if ctx.near(out, ctx.out) else found("train-eval", "differs")
+    return passed("train-eval") if ctx.near(out, ctx.out) else violation("train-eval", "differs")
 
 
 def gradients(ctx: Probing) -> Finding | None:
@@ -131,7 +133,7 @@ def gradients(ctx: Probing) -> Finding | None:
             if "does not require grad" in str(error):
                 slopes = [None] * len(named)
             else:
-                return skipped("gradients", f"The call with gradients fails: {told(error)}")
+                return skipped("gradients", f"The call with gradients fails: {describe(error)}")
         parts = {_dead(ctx, n, p, s) for (n, p), s in zip(named, slopes, strict=True)} - {""}
         dead = parts if dead is None else dead & parts
     missing = [one for one in dict.fromkeys(n for n, _ in named) if one in (dead or ())]
@@ -142,7 +144,7 @@ def gradients(ctx: Probing) -> Finding | None:
     if not missing:
         return passed("gradients")
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
-    return found("gradients", "missing", which=which)
+    return violation("gradients", "missing", which=which)
 
 
 def _dead(ctx: Probing, name: str, parameter: Tensor, slope: Tensor | None) -> str:
@@ -177,9 +179,9 @@ def input_kept(ctx: Probing) -> Finding | None:
     except Exception:
         return None
     if not torch.equal(x, ctx.x):
-        return found("input-kept", "changed", what="x")
+        return violation("input-kept", "changed", what="x")
     if any(not torch.equal(given[name], one) for name, one in before.items()):
-        return found("input-kept", "changed", what="the other sequence")
+        return violation("input-kept", "changed", what="the other sequence")
     return passed("input-kept")
 
 
@@ -191,13 +193,13 @@ def contiguous(ctx: Probing) -> Finding | None:
         with torch.no_grad():
             raw = ctx.exact.call(ctx.exact.layer, x, given)
             out = next(tensors_in(raw))
-    except Unsaid:
+    except Question:
         return None
     except Exception as error:
-        return found("contiguous", "fails", error=told(error))
+        return violation("contiguous", "fails", error=describe(error))
     if out.shape != ctx.out.shape or ctx.near(out, ctx.out):
         return passed("contiguous")
-    return found("contiguous", "differs")
+    return violation("contiguous", "differs")
 
 
 def registered(ctx: Probing) -> Finding | None:
@@ -208,7 +210,7 @@ def registered(ctx: Probing) -> Finding | None:
         kind = "dict" if isinstance(held, dict) else type(held).__name__
         what, wanted = ("parameters", "Parameter") if parameters else ("modules", "Module")
         wanted += "Dict" if isinstance(held, dict) else "List"
-        return found("registered", "list", name=name, kind=kind, what=what, wanted=wanted)
+        return violation("registered", "list", name=name, kind=kind, what=what, wanted=wanted)
     return passed("registered")
 
 
@@ -287,8 +289,8 @@ def move(ctx: Probing) -> Finding | None:
         line = line_of(error)
         plain = [n for n in _plain_tensors(own.layer) if line and n.split(".")[-1] in line.code]
         if plain:
-            return found("move", "stays", name=plain[0])
-        return found("move", "fails", error=told(error))
+            return violation("move", "stays", name=plain[0])
+        return violation("move", "fails", error=describe(error))
     except Exception:  # other probes say what fails
         return None
     return passed("move")
@@ -320,7 +322,7 @@ def reload(ctx: Probing) -> Finding | None:
     try:
         other.layer.load_state_dict(ctx.random.layer.state_dict())
     except Exception as error:
-        return found("reload", "loads", error=" ".join(str(error).split())[:200])
+        return violation("reload", "loads", error=" ".join(str(error).split())[:200])
     x = ctx.random.input()
     other.causal, other.causal_from, other.call = target.causal, target.causal_from, target.call
     with torch.no_grad():
@@ -328,7 +330,7 @@ def reload(ctx: Probing) -> Finding | None:
             one, two = ctx.random(x), other(x)
         except Exception:
             return None
-    return passed("reload") if ctx.near(two, one) else found("reload", "differs")
+    return passed("reload") if ctx.near(two, one) else violation("reload", "differs")
 
 
 def context(ctx: Probing) -> Finding | None:
@@ -343,7 +345,7 @@ def context(ctx: Probing) -> Finding | None:
     except Exception:
         return None
     if out.shape[1] != longest + 1 or not ctx.near(out[:, :longest], ctx.call(x[:, :longest])):
-        return found("context", "silent", longest=longest)
+        return violation("context", "silent", longest=longest)
     return None
 
 

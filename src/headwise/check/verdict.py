@@ -1,4 +1,4 @@
-"""What a check found: one line a rule, in plain words, and how it prints.
+"""Findings of a check: one line for each rule, in plain words, and their output.
 
 `Verdict.findings` are errors (❌) and advice (⚠), the likeliest cause first; `results` holds a
 finding for every rule that was tried, also those that passed, were skipped, or failed only because
@@ -113,7 +113,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What `headwise.check` found about one attention layer.
+    """The findings of `headwise.check` on one attention layer.
 
     Args:
         subject: what was checked, as a call.
@@ -193,8 +193,8 @@ class Verdict:
     def summary(self) -> str:
         """Return one line: how many mistakes were found, and whether there is advice."""
         errors, warnings = len(self.errors), len(self.warnings)
-        said = f"{errors} mistake{'s' * (errors > 1)}" if errors else "no mistakes found"
-        return f"{self.subject}: {said}" + ", with advice" * bool(warnings)
+        message = f"{errors} mistake{'s' * (errors > 1)}" if errors else "no mistakes found"
+        return f"{self.subject}: {message}" + ", with advice" * bool(warnings)
 
     def __repr__(self) -> str:
         return f"<Verdict: {self.summary()}; print() shows all>"

@@ -100,7 +100,7 @@ def check(
     if explain is not None:
         if words or arg:
             raise ValueError(f"--explain {explain}: takes nothing beside it")
-        listed = (f"{name}: {rule.says}" for name, rule in ALL.items())
+        listed = (f"{name}: {rule.statement}" for name, rule in ALL.items())
         print("\n".join(listed) if explain.lower() == "rules" else lesson(explain.lower()))
         return 0
     example = f"{modes[0]} {step or new} mine.py" if modes else USUAL
@@ -160,11 +160,11 @@ def choices(option: str) -> list[str]:
     from ..check.rules import ALL
     from ..check.steps import STEPS, summary
 
-    use, rows = "head-split", {name: rule.says for name, rule in ALL.items()}
+    use, rows = "head-split", {name: rule.statement for name, rule in ALL.items()}
     if option != "--explain":
         use, rows = "gpt2 mine.py", {name: summary(name) for name in STEPS}
     wide = max(map(len, rows))
-    listed = [f"  {name:{wide}}  {says}" for name, says in rows.items()]
+    listed = [f"  {name:{wide}}  {statement}" for name, statement in rows.items()]
     return [f"{option}: name one of these, as in: headwise check {option} {use}", *listed]
 
 

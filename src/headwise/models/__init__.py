@@ -1,4 +1,4 @@
-"""A small GPT: its model, its training, its text, and one that is built in."""
+"""A small GPT: the model, its training and texts, and a built-in trained model."""
 
 from . import corpus
 from .generation import Generation, Piece, Sampling, generate, stream

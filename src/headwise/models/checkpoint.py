@@ -1,16 +1,16 @@
-"""Training runs on disk: everything that the next step depends on.
+"""Checkpoints of training runs: the complete state for the next step.
 
-One process writes `checkpoint.safetensors`: weights, AdamW's two moments and, in its header, the
-step, the settings and a fingerprint of the text. Nothing in it is pickled.
+One process writes `checkpoint.safetensors`: the weights, the two moments of AdamW and, in its
+header, the step, the settings and a fingerprint of the text. Nothing in it is pickled.
 
-Several ranks write `checkpoints/`, each its share, through PyTorch's DCP: a folder for each
-checkpoint, and `latest.json`, which names the last whole one. DCP writes a folder's `.metadata`
-when all ranks' files are on the disk; only then does `latest.json` change, and only then are older
-folders removed. Tensors have the names of `checkpoint.safetensors`. DCP's `.metadata` is pickled:
-opening one from an untrusted source can run code.
+Several ranks write their shares into `checkpoints/` through PyTorch's DCP: a folder for each
+checkpoint, and `latest.json` with the name of the last complete one. DCP writes `.metadata` when
+the files of all ranks are on the disk; then `latest.json` is replaced and older folders are
+removed. Tensors have the names of `checkpoint.safetensors`. `.metadata` is pickled: opening one
+from an untrusted source can run code.
 
-Any number of ranks reads either of them. There is no random state: what a step draws is a function
-of the seed and the step's number.
+Any number of ranks reads either format. There is no random state: all random numbers of a step
+are a function of the seed and the step's number.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ OnFirstRank = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that can be read: the state of the run, and each tensor's shape and dtype.
+    """An open checkpoint: the state of the run, and the shape and dtype of each tensor.
 
-    fill: reads tensors, by name, into those that it is given.
+    fill: reads tensors, by name, into given tensors.
     """
 
     path: Path
@@ -60,11 +60,11 @@ class Checkpoint:
         """Read weights and moments into a model and its optimizer, sharded or not.
 
         Raises:
-            FolderError: there are other tensors than the model's, or of other shapes or dtypes;
-                or they cannot be read.
+            FolderError: the checkpoint has other tensors, shapes or dtypes than the model, or
+                cannot be read.
         """
         self._compare(model)
-        for parameter in model.parameters() if self.step else ():  # AdamW's first step makes them
+        for parameter in model.parameters() if self.step else ():  # none before AdamW's first step
             optimizer.state[parameter] = {
                 "step": torch.tensor(float(self.step), device=parameter.device),
                 **{moment: torch.zeros_like(parameter.detach()) for moment in _MOMENTS},
@@ -90,7 +90,7 @@ class Checkpoint:
 
 
 def newest(folder: Path) -> Checkpoint:
-    """Open the folder's checkpoint: of one process or of several, whichever has more steps.
+    """Open the checkpoint of a folder, of one process or of several: the one with more steps.
 
     Raises:
         FolderError: there is none, or it is damaged.
@@ -115,7 +115,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def fingerprint(*ids: Tensor) -> str:
-    """Hash token ids, to notice that text or tokenizer changed between two runs."""
+    """Hash token ids, to detect a changed text or tokenizer."""
     digest = hashlib.sha256()
     for row in ids:
         digest.update(len(row).to_bytes(8, "little"))
@@ -129,7 +129,7 @@ def fingerprint(*ids: Tensor) -> str:
 def write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]
 ) -> None:
-    """Write the checkpoint of one process; it replaces the last one whole or not at all.
+    """Write the checkpoint of one process; it replaces the previous one whole or not at all.
 
     Args:
         about: the step, the settings and the text's fingerprint.
@@ -174,7 +174,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that every rank has as `like` is sharded, without communication."""
+    """Shard a tensor that every rank has like `like`, without communication."""
     if not hasattr(like, "device_mesh"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -194,7 +194,7 @@ def write_sharded(
     about: Mapping[str, Any],
     on_first: OnFirstRank,
 ) -> None:
-    """Write a checkpoint, each rank its share; the last one counts until all of it is on the disk.
+    """Write a checkpoint, each rank its share; it becomes valid once it is complete on the disk.
 
     Args:
         about: the step, the settings and the text's fingerprint.
@@ -248,7 +248,7 @@ def _point_to(place: Path, about: Mapping[str, Any]) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Flush a folder's names to the disk, where the system can."""
+    """Flush the names in a folder to the disk, if the system supports it."""
     if os.name != "posix":
         return
     file = os.open(folder, os.O_RDONLY)
@@ -259,10 +259,10 @@ def _flush(folder: Path) -> None:
 
 
 def _read_sharded(pointer: Path) -> Checkpoint:
-    """Open the checkpoint that the pointer names.
+    """Open the checkpoint named by the pointer.
 
     Raises:
-        FolderError: the pointer, or the metadata that it leads to, is damaged or missing.
+        FolderError: the pointer or the metadata is damaged or missing.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -1,8 +1,7 @@
-"""Texts to train on and to look at: Python's manual, files, byte-level BPE, baselines.
+"""Texts for training and inspection: Python's manual, files, byte-level BPE, baselines.
 
-The built-in text is the manual that every CPython carries as `pydoc_data.topics` (what
-`help("with")` prints). It is read at run time and never copied, so its words follow the
-Python that runs.
+The built-in text is the manual in every CPython, `pydoc_data.topics` (the output of
+`help("with")`). It is read at run time, so it depends on the version of Python.
 """
 
 import math
@@ -31,7 +30,7 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on, documents kept back, and the rule that parted them."""
+    """Training documents, held-out documents, and the rule that separates them."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -61,8 +60,8 @@ def manual_topics() -> dict[str, str]:
 def manual(held_out: float = 0.1) -> Corpus:
     """Return Python's manual as a corpus: the last `held_out` of the topics by name are held out.
 
-    Topics quote one another (`typesseq` contains `typesseq-mutable`), so every paragraph of
-    a topic that is kept back is also struck out of the topics trained on.
+    Topics quote one another (`typesseq` contains `typesseq-mutable`), so every paragraph of a
+    held-out topic is also removed from the training topics.
 
     Raises:
         TextError: `held_out` is not between 0 and 1, or no manual is installed.
@@ -174,7 +173,7 @@ def encode(tokenizer: "Tokenizer", text: str, name: str = "the text") -> list[in
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     """Train byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) on `texts`.
 
-    Any text can be encoded and comes back unchanged. Id 0 is `<|endoftext|>`. A short text may
+    Any text can be encoded and decoded without change. Id 0 is `<|endoftext|>`. A short text may
     give fewer than `vocab_size` tokens.
 
     Raises:
@@ -231,8 +230,8 @@ def repeated_tokens(
 ) -> Int[Tensor, "rows length"]:
     """Generate rows that repeat a block of random tokens (Olsson et al. 2022).
 
-    Each row draws a period from `shortest` to `longest`, then that many ids from 1 to
-    `vocab_size - 1` (0 closes a text), and repeats them until `length` ids stand there.
+    Each row samples a period from `shortest` to `longest`, then that many ids from 1 to
+    `vocab_size - 1` (0 ends a text), and repeats them up to `length` ids.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> row = repeated_tokens(1, 7, 300, g, shortest=3, longest=3)[0]
@@ -261,7 +260,7 @@ def bigram_loss(train: Int[Tensor, " N"], inputs: Tensor, targets: Tensor, vocab
     `inputs`.
 
     Interpolated Kneser–Ney (Kneser and Ney 1995; Chen and Goodman 1999, eq. 21), with the
-    discount `n1 / (n1 + 2·n2)` and a uniform last resort; the strongest bigram in common use.
+    discount `n1 / (n1 + 2·n2)` and a uniform fallback; the strongest bigram in common use.
     """
     pairs, counts = torch.unique(train[:-1] * vocab + train[1:], return_counts=True)
     counts = counts.double()
@@ -291,7 +290,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _words(text: str) -> str:
-    """Return a paragraph without its layout, so that a quotation is found at any indentation."""
+    """Return a paragraph without its layout, to compare quotations at any indentation."""
     return " ".join(text.split())
 
 

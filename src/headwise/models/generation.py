@@ -31,8 +31,7 @@ class Generation:
 
     `reason` is `"length"` (`max_new_tokens`), `"end"` (the model's end of text), `"stop"` (a stop
     string) or `"context"` (no position is left). `ids` are the new tokens without the end of text;
-    `text`, where there is a tokenizer, is cut before the stop string, and `ids` are then those
-    that lie wholly before the cut.
+    `text`, if there is a tokenizer, ends before the stop string, and `ids` then end before it too.
     """
 
     ids: list[int]
@@ -44,8 +43,9 @@ class Generation:
 class Piece:
     """One new token of one row.
 
-    `text` is the text that has become final since the row's last piece: incomplete characters and
-    a possible start of a stop string are held back. `done` is set in a row's last piece.
+    `text` is the text that has become final since the previous piece of the row: incomplete
+        characters
+    and a possible start of a stop string are held back. `done` is set in the last piece of a row.
     """
 
     row: int
@@ -56,15 +56,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling the next token. Temperature 0 takes the likeliest.
+    """Parameters of sampling the next token. Temperature 0 takes the most likely one.
 
-    The filters apply in the order of the fields, each on what the one before it left, as in
-    `transformers`. `top_k` keeps the k likeliest; `top_p` the smallest set of the likeliest that
-    has at least that probability (Holtzman et al. 2020); `min_p` what has at least that share of
-    the likeliest one's probability (Nguyen et al. 2024).
+    The filters apply in the order of the fields, each to the result of the previous one, as in
+    `transformers`. `top_k` keeps the k most likely tokens; `top_p` the smallest set of most likely
+    tokens with at least that probability (Holtzman et al. 2020); `min_p` the tokens with at least
+    that fraction of the highest probability (Nguyen et al. 2024).
 
     Raises:
-        ValueError: a value out of its range, named.
+        ValueError: a value out of range.
     """
 
     temperature: float = 0.0
@@ -155,13 +155,13 @@ def generate(
     Args:
         model: any `GPT`.
         prompts: texts (with `tokenizer`), or rows of token ids.
-        max_new_tokens: the most tokens to generate in a row.
+        max_new_tokens: the maximal number of new tokens in a row.
         temperature, top_k, top_p, min_p: as in `Sampling`; greedy by default.
-        seed: of the samples.
-        stop: strings that end a row; they need a tokenizer, and may lie across tokens.
+        seed: the seed of sampling.
+        stop: strings that end a row; they require a tokenizer and may span tokens.
         tokenizer: turns ids into text.
-        use_cache: keep keys and values; without a cache, every token runs the whole row again.
-            The tokens are the same.
+        use_cache: keep keys and values; without a cache, every token runs the whole row again, with
+            the same result.
         on_piece: called with every new token (`stream` is the same as an iterator).
 
     Raises:
@@ -319,7 +319,7 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
 def _next_logits(
     model: GPT, rows: Sequence[_Row], cache: list[KVCache] | None
 ) -> Float[Tensor, "B V"]:
-    """Compute the logits after each row's last token; with a filled cache only it is run."""
+    """Compute the logits after the last token of each row; with a filled cache only that runs."""
     device = model.transformer.wte.weight.device
     lengths = torch.tensor([len(row.ids) for row in rows])
     past = cache[0].length if cache is not None else 0
@@ -328,7 +328,7 @@ def _next_logits(
     else:
         ids = _left_padded([row.ids for row in rows])
     keys = past + ids.shape[1]
-    # Row b's first real key stands at column `keys - lengths[b]`: that is its position 0.
+    # The first real key of row b is in column `keys - lengths[b]`: that is its position 0.
     columns = torch.arange(past, keys)
     positions = (columns - (keys - lengths)[:, None]).clamp(min=0)
     padded = bool((lengths < keys).any())
@@ -341,7 +341,7 @@ def _next_logits(
 
 @contextlib.contextmanager
 def _evaluating(model: GPT) -> Iterator[None]:
-    """Turn dropout off, and on again if it was: a caller may train between two tokens."""
+    """Disable dropout, and restore it: a caller may train between two tokens."""
     if not model.training:
         yield
         return

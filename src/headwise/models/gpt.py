@@ -270,7 +270,7 @@ class GPT2Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Everything up to the last normalisation; Hugging Face's `GPT2Model`."""
+    """Embeddings, blocks and the last normalization: Hugging Face's `GPT2Model`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class TrainingRanks:
         """Shard or replicate the model; return the module that a training step calls."""
         return model
 
-    def whole(self, model: GPT) -> GPT:
+    def full_model(self, model: GPT) -> GPT:
         """Gather the model of all shards; every rank must call this."""
         return model
 
@@ -148,8 +148,8 @@ def sinusoids(
 ) -> Float[Tensor, "P E"]:
     """Return the position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
 
-    Wavelengths go from 2π to nearly `base · 2π`. A smaller base than the paper's 10,000 has more
-    features that tell neighbours apart, and is enough for a short context.
+    Wavelengths go from 2π to nearly `base · 2π`. A base smaller than the 10,000 of the
+    paper has more features that distinguish neighbours, and suffices for a short context.
 
     >>> sinusoids(5, 6, std=0.5**0.5)[0].tolist()
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
@@ -279,7 +279,7 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Write checkpoint, model and tokenizer; each file whole or not at all."""
-        whole = self.ranks.whole(self.model)
+        whole = self.ranks.full_model(self.model)
         if not self.step:  # another run, of another format, may have been here
             self._remove_other(folder)
         self.ranks.shared(lambda: whole.save_pretrained(folder, self.tokenizer))

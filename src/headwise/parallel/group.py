@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 
 @contextmanager
 def joined(timeout: float) -> Iterator[int]:
-    """Join the group of all ranks that the launcher has started; gives this process's rank.
+    """Join the process group of the launcher; yield the rank of this process.
 
-    Collectives fail after so many seconds without the other ranks; the launcher ends the ranks that
-    are left. Of several ranks that raise, one reports its error, and the others exit silently.
+    Collectives fail after so many seconds without the other ranks; then the launcher ends the
+    remaining ranks. If several ranks raise, one reports its error and the others exit silently.
 
     Raises:
-        ValueError: the timeout is out of range; or not all ranks came.
+        ValueError: the timeout is out of range; or some ranks did not join.
     """
     if not 0 < timeout < 1e6:
         raise ValueError(f"timeout={timeout:g}: must be seconds, above 0")
@@ -67,7 +67,7 @@ def from_first(make: Callable[[], _T]) -> _T:
     if dist.get_rank() == 0:
         try:
             sent[0] = make()
-        except (ValueError, OSError) as error:  # or the other ranks would wait in vain
+        except (ValueError, OSError) as error:  # or the other ranks would wait forever
             sent[1] = error
     dist.broadcast_object_list(sent, src=0, device=torch.device("cpu"))
     if sent[1] is not None:

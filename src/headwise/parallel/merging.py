@@ -22,7 +22,7 @@ _Seen = TypeVar("_Seen", Watched, Running, HeadEffects)
 
 
 def share_of(texts: Iterable[_T]) -> Iterator[_T]:
-    """Iterate over this rank's share of texts, or of batches: every N-th for N ranks.
+    """Iterate over the texts or batches of this rank: every N-th for N ranks.
 
     Without a process group, all of them.
 
@@ -41,20 +41,20 @@ def merged(seen: _Seen) -> _Seen: ...
 @overload
 def merged(seen: None) -> Watched | Running | HeadEffects: ...
 def merged(seen: Any) -> Any:
-    """Merge what all ranks saw, so that every rank has the statistics of one process.
+    """Merge the results of all ranks, so that every rank has the statistics of one process.
 
     Every rank of the default process group calls this after its share. Sums, numbers of queries,
-    squares of deviations and maxima are merged, never means; a rank without a valid query adds
-    nothing. Calls that were kept one by one, and the samples of effects, are in the order of ranks.
-    Tensors come to this rank's device.
+    squared deviations and maxima are merged, never means; a rank without a valid query adds
+    nothing. Single calls and samples of effects are in the order of ranks. Tensors are on the
+    device of this rank.
 
     Args:
         seen: the result of `watch()`, `Watched.load()`, `Running`, `importance()` or
             `ablation_scan()`; or `None` on a rank that had no text.
 
     Raises:
-        ValueError: something else; results that do not add up (other heads or statistics, or sums
-            per key of batches of other sizes); no rank saw anything.
+        ValueError: another type; results that cannot be added (other heads or statistics, or sums
+            per key of other batch sizes); no rank has a result.
 
     >>> import torch, headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -81,7 +81,7 @@ def merged(seen: Any) -> Any:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return every rank's value, in order of ranks; tensors on this rank's device.
+    """Return the values of all ranks, in order; tensors on the device of this rank.
 
     Every rank must call this, if there is a process group; without one, the list has one value.
     """
@@ -99,20 +99,20 @@ def gathered(value: Any) -> list[Any]:
 
 
 def largest_logits(seen: Watched, limit: float = 100.0) -> dict[str, Float[Tensor, " H"]]:
-    """Return each head's largest logit over all ranks, for `qk_clip_`; every rank must call this.
+    """Return the largest logit of each head over all ranks, for `qk_clip_`; every rank calls this.
 
-    `Monitor(clip=…)` does the same with one small collective a step; this one exchanges objects.
+    `Monitor(clip=…)` does the same with one small collective in each step; this exchanges objects.
 
     Args:
         seen: the result of `watch(model, MaxLogit())` on this rank, or of `MaxLogit(above=limit)`.
-            A rank may have seen no call of a module, or some heads of it.
-        limit: the limit to be given to `qk_clip_`.
+            A rank may lack calls of a module, or some of its heads.
+            limit: the limit for `qk_clip_`.
 
     Returns:
-        By module name, for all heads of its layer; −inf for a head that saw nothing.
+        By module name, for all heads of the layer; −inf for heads without a call.
 
     Raises:
-        ValueError: the largest logits are not known, as of sampled queries.
+        ValueError: the largest logits are unknown, for example of sampled queries.
     """
     call = f"largest_logits(seen, limit={limit:g})"
     own = {

@@ -20,12 +20,12 @@ from torch.distributed.tensor import (
 
 
 class Sections(nn.Module):
-    """The rows of q, k and v that one projection holds, each sharded over ranks by itself.
+    """The rows of q, k and v of one projection, each section sharded over ranks by itself.
 
-    One block of rows to a rank would give it rows of other sections, so each section is a parameter
-    of its own, `[rows, in]` with its heads over the ranks. In a `state_dict` they are `weight` and
-    `bias`, as before: whole in their rows, so that checkpoints fit any number of ranks. Optimizer
-    state is by section.
+    A contiguous block of rows would mix sections, so each section is a parameter of its own,
+    `[rows, in]`, with its heads sharded over ranks. In a `state_dict` they are `weight` and `bias`
+    as before, with all rows, so that checkpoints fit any number of ranks. Optimizer state is by
+    section.
 
     Args:
         linear: the projection; its rows are those of the sections, one after another.
@@ -58,14 +58,14 @@ class Sections(nn.Module):
         self.register_load_state_dict_pre_hook(_split)
 
     def forward(self, section: str, x: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
-        """Multiply by these rows of a section, which are this rank's, `[..., rows]`.
+        """Multiply by these rows of a section on this rank, `[..., rows]`.
 
-        `bias` is theirs where the projection itself has none.
+        `bias` is used if the projection itself has none.
         """
 
         def part(kind: str, axis: int) -> Tensor:
             here = local_part(self.get_parameter(f"{section}{kind}"))
-            if here.shape[axis] < self.rows[section]:  # sharded: the rows are all that is here
+            if here.shape[axis] < self.rows[section]:  # sharded: all rows on this rank are used
                 return here
             return here.narrow(axis, rows.start, rows.stop - rows.start)
 
@@ -107,9 +107,9 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: P
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter; the gradient flows to the parameter.
+    """Return the part of a parameter on this rank; the gradient flows to the parameter.
 
-    The gradients of a replicated one are added up over the ranks, which use it for other heads.
+    Gradients of a replicated parameter are summed over the ranks, which use it for other heads.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -120,7 +120,7 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def _joined(parts: list[Any], axis: int) -> Tensor:
-    """Concatenate sections along their rows; they become sharded along the other axis, if any."""
+    """Concatenate sections along their rows; sharded ones become sharded along the other axis."""
     parts = [part.detach() for part in parts]
     if isinstance(parts[0], DTensor):
         other = Shard(1 - axis) if parts[0].dim() > 1 else Replicate()

@@ -72,28 +72,28 @@ def observe_split_keys(
     sinks: Float[Tensor, " H"] | None = None,
     **keywords: Any,
 ) -> SeenOfAll:
-    """Run `hw.observe()` on queries that every rank has, with some of the keys on each rank.
+    """Run `hw.observe()` on queries that every rank has, with keys sharded over ranks.
 
-    For a cache too long for one machine. Each rank observes its own keys; two collectives merge the
-    results, in float32 at least: with `w_r = exp(lse_r − lse)` the output is `Σ w_r·O_r`, and so is
-    every statistic that is linear in P; the entropy is `Σ w_r·H_r + H(w)`.
+    Use it for a cache too long for one machine. Each rank observes its own keys; two collectives
+    merge the results, in at least float32. With `w_r = exp(lse_r − lse)` the output is `Σ w_r·O_r`,
+    like every statistic that is linear in P; the entropy is `Σ w_r·H_r + H(w)`.
 
     Args:
         q: the same on every rank.
-        k, v: this rank's.
+        k, v: the keys and values of this rank.
         statistics: `Entropy()`, `LSE()`, `MaxLogit()`, `Norms()`, `Sink()`, `Distance()`, and
             `Mass()` of positions (`First`, `Previous`, `Self`, `At`) or of a mask.
         mesh: the ranks, one axis.
         first_key: the position of this rank's first key.
         first_query: the position of the first query.
-        mask: for this rank's keys, by their numbers on this rank: masks that depend on positions
-            alone (`Causal`, `Window`, `ALiBi`) are the same for all ranks. So are masks in `Mass`.
+        mask: for the keys of this rank, by their index on this rank. Masks that depend on positions
+            alone (`Causal`, `Window`, `ALiBi`) are the same for all ranks, also in `Mass`.
         sinks: learned sinks; they count once.
-        keywords: as of `hw.observe`, without `queries`.
+        keywords: other arguments of `hw.observe`, without `queries`.
 
     Raises:
-        ValueError: as `hw.observe`; a statistic that does not merge, as what keys receive, for it
-            depends on each query's log-sum-exp over all ranks.
+        ValueError: as `hw.observe`; a statistic that cannot be merged, such as attention received
+            by keys, which depends on the log-sum-exp of each query over all ranks.
 
     Source: the merge of partial softmaxes, Milakov & Gimelshein 2018; of entropies, Shannon 1948,
     the chain rule.
@@ -113,10 +113,10 @@ def observe_split_keys(
 
 
 def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
-    """Return a statistic of this rank's keys; `None` if it concerns none of them.
+    """Return a statistic over the keys of this rank; `None` if it involves none of them.
 
     Raises:
-        ValueError: it does not merge.
+        ValueError: it cannot be merged.
     """
     mergeable = isinstance(statistic, (*_MAXIMA, *_LINEAR, Entropy, LSE))
     if isinstance(statistic, Mass) and isinstance(statistic.keys, First):
@@ -140,7 +140,7 @@ def _merged(
     sinks: Tensor | None,
     mesh: DeviceMesh,
 ) -> SeenOfAll:
-    """Merge what all ranks saw: `statistics` as requested, and as of this rank's own keys."""
+    """Merge the results of all ranks: `statistics` as requested, and for the keys of this rank."""
     lse = seen.lse.to(torch.promote_types(seen.lse.dtype, torch.float32))
     largest = [name for one, _ in statistics if isinstance(one, _MAXIMA) for name in one.names]
     every, *maxima = _all_gather([lse, *(seen[name].to(lse.dtype) for name in largest)], mesh)
@@ -183,7 +183,7 @@ def _merged(
 def _summands(
     name: str, reading: Reading | None, valid: Tensor, weight: Tensor
 ) -> dict[str, Tensor]:
-    """Return this rank's part of a statistic, its rows, and the rows that it is a mean among."""
+    """Return the summands of a statistic on this rank, its rows, and the rows of its mean."""
     if reading is None:
         values = rows = torch.zeros_like(weight)
     else:

@@ -106,7 +106,7 @@ class _ShardedLinear(ParallelStyle):
 
 
 class ColumnParallel(_ShardedLinear):
-    """The outputs of a Linear, or of GPT-2's Conv1D, over ranks; each computes `[..., O/R]`.
+    """Shard the outputs of a Linear, or of GPT-2's Conv1D; each rank computes `[..., O/R]`.
 
     The input is the same on every rank.
     """
@@ -116,9 +116,9 @@ class ColumnParallel(_ShardedLinear):
 
 
 class RowParallel(_ShardedLinear):
-    """The inputs of a Linear, or of GPT-2's Conv1D, over ranks; each reads `[..., I/R]`.
+    """Shard the inputs of a Linear, or of GPT-2's Conv1D; each rank reads `[..., I/R]`.
 
-    The outputs of all ranks are added up, and the bias once.
+    The outputs of all ranks are summed, with the bias once.
     """
 
     def __init__(self) -> None:
@@ -129,13 +129,13 @@ class RowParallel(_ShardedLinear):
 
 
 class HeadParallel(ParallelStyle):
-    """The heads of a `MultiHeadAttention` over ranks: each rank attends with some of them.
+    """Shard the heads of a `MultiHeadAttention`: each rank attends with some of them.
 
-    With fewer key/value heads than ranks, every rank has all of them, and uses the one that its
-    query heads read. Tables have the heads' numbers in the whole layer.
+    With fewer key/value heads than ranks, every rank has all of them and uses those that its query
+    heads read. Tables have head numbers of the whole layer.
 
     Raises, when it is applied:
-        ValueError: heads that do not divide by the ranks; another class of layer.
+        ValueError: the heads do not divide by the ranks; another class of layer.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -227,7 +227,7 @@ class HeadShard:
         return layer._heads(sections(part, x, rows, self._some_bias(layer, part, rows)))
 
     def _some_bias(self, layer: MultiHeadAttention, part: str, rows: slice) -> Tensor | None:
-        """Return the rows of a section in `some_bias`, which every rank has whole."""
+        """Return the rows of a section in `some_bias`, which every rank has as a whole."""
         if (bias := getattr(layer, "some_bias", None)) is None:
             return None
         fused = [one for one in "qkv" if self.modules[one] == self.modules["k"]]
@@ -240,7 +240,7 @@ class HeadShard:
 
     @contextmanager
     def own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Draw random numbers of this rank's own in a `with` block; afterwards all go on alike.
+        """Use other random numbers on each rank in a `with` block; afterwards all ranks agree.
 
         The seed comes from the CPU's generator, which is in the same state on all ranks.
         """
@@ -276,7 +276,7 @@ def _check_heads(layer: MultiHeadAttention, mesh: DeviceMesh) -> None:
 
 
 def _replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a tensor that all ranks have alike; the gradients of the ranks are added up."""
+    """Return a tensor that is equal on all ranks; the gradients of the ranks are summed."""
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
 
@@ -298,7 +298,7 @@ class _ReplicatedHeadNorm(HeadNorm):
 class _SectionsProjections(QueryKeyProjections):
     """The projections of a layer whose heads are sharded.
 
-    Factors are of all heads, on every rank: sharded parameters take their part of them.
+    Factors cover all heads, on every rank; sharded parameters use their part.
 
     Raises:
         ValueError: a bias of only some of q, k and v.

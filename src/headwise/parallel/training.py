@@ -1,4 +1,4 @@
-"""Training a GPT on several ranks: replicated (DDP) or sharded (FSDP2)."""
+"""Train a GPT on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DataParallelRanks(TrainingRanks):
         fully_shard(model, mesh=mesh)
         return model
 
-    def whole(self, model: GPT) -> GPT:
+    def full_model(self, model: GPT) -> GPT:
         weights = model.state_dict()
         if not any(isinstance(weight, DTensor) for weight in weights.values()):
             return model

@@ -1,4 +1,4 @@
-"""QK-clip: weights of heads whose largest score has passed a limit are scaled down to it."""
+"""QK-clip: scale the weights of heads whose largest score exceeds a limit down to it."""
 
 from __future__ import annotations
 
@@ -39,47 +39,44 @@ def qk_clip_(
     *,
     rule: str = "query",
 ) -> dict[str, Float[Tensor, " H"]]:
-    """Scale the weights of heads whose largest score is above a limit, so that it is the limit.
+    """Scale the weights of heads whose largest score exceeds a limit down to the limit.
 
-    `γ_h = min(1, limit / S_h)`, with S_h the largest score of head h over everything that went
-    into the step, all micro-batches of it. Call it after the optimizer's step. Weights and biases
-    of the projections are scaled in place; the optimizer's own state (its moments) is left alone.
-    A head scaled by γ has γ times its scores on the same input, so that its largest is the limit;
-    rotary positions change nothing about that. What is added to the scores (ALiBi, a bias) is not
-    scaled, nor does a softcap scale: the limit then holds for `scale · q·k` alone.
+    `γ_h = min(1, limit / S_h)`, where S_h is the largest score of head h over all micro-batches of
+    the step. Call it after the optimizer's step. Weights and biases of the projections are scaled
+    in place; the state of the optimizer (its moments) is not changed. On the same input a scaled
+    head has γ times its scores, also with rotary positions. Terms added to the scores (ALiBi, a
+    bias) and
+    a softcap do not scale: the limit then holds for `scale · q·k` alone.
 
     Args:
-        model: the model, as it was watched or bare: wrappers' `module.`, `_orig_mod.` and
-            `_checkpoint_wrapped_module.` in names are passed over.
-        seen: what `watch(model, MaxLogit())` saw of the step, or `MaxLogit(above=limit)`, which
-            costs less; or each module's largest scores by its name, `[H]`. −inf is a head that saw
-            nothing; it is left alone, like every head that is not above the limit.
-        limit: the largest score that a head may keep, in units of the scores; above 0.
-        optimizer: the one that steps these weights. Weights under float32 need it: it may hold
-            float32 masters, which are scaled too and rounded to the weights. They are found as
-            `param.main_param`, in `optimizer.state[param]`, or in `param_groups_master`.
-        rule: `"query"` puts all of γ on the queries, which leaves every other head bit for bit as
-            it was. `"both"` puts √γ on queries and keys each; where heads share a key, it takes
-            the group's least γ, and each query the rest, so that no head is scaled further than
-            its γ; heads of the group that were not above the limit change by rounding alone.
+        model: the watched model, with or without wrappers (`module.`, `_orig_mod.` and
+            `_checkpoint_wrapped_module.` in names are ignored).
+        seen: the result of `watch(model, MaxLogit())` over the step, or of the cheaper
+            `MaxLogit(above=limit)`; or the largest scores `[H]` by module name. Heads with −inf had
+            no valid query and are not changed, like heads below the limit.
+        limit: the largest allowed score, above 0.
+        optimizer: the optimizer of these weights. Required for weights in half precision, as it may
+            hold float32 master weights, which are scaled too and rounded to the weights:
+            `param.main_param`, `optimizer.state[param]` or `param_groups_master`.
+        rule: `"query"` scales queries by γ, so that no other head changes. `"both"` scales queries
+            and keys by √γ each; a shared key is scaled by the smallest γ of its group and each
+            query by the rest, so that no head is scaled by more than its γ; other heads of the
+            group change by rounding alone.
 
-    Returns:
-        γ by module name, `[H]` in float64, of the modules in which a head was scaled.
+        γ by module name, `[H]` in float64, for modules with a scaled head.
 
     Raises:
-        ValueError: maxima of sampled queries, which are too low, or that are no numbers; queries
-            and keys that are normalised, whose scale changes nothing; weights of an unknown layout,
-            sharded, or under float32 without an optimizer; names or numbers of heads that do not
-            fit the model; an unknown rule; what is no optimizer, or holds none of the model's
-            parameters. Nothing was scaled then.
+        ValueError: maxima of sampled queries, or maxima that are not finite; normalized queries and
+            keys; weights of an unknown layout, sharded by DeepSpeed, or in half precision without
+            an optimizer; module names or head counts that do not fit the model; an unknown rule; an
+            invalid optimizer. Nothing is scaled then.
 
-    Modules that share their weights are scaled once, by the least γ of each head. Ranks that hold
-    copies of a model must all clip by the largest scores of all: reduce these by their maximum, or
-    the copies part.
+        Modules that share weights are scaled once, by the smallest γ of each head. Ranks with
+        copies of a model must all clip by the maxima over all ranks, or the copies diverge.
 
-    Of multi-head latent attention (its names in transformers), `"query"` scales the head's rows of
-    `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on the
-    rotated query, whose key all heads share.
+    For multi-head latent attention (as named in transformers), `"query"` scales the rows of the
+    head in `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on
+    the rotated query, whose key all heads share.
 
     Source: Kimi K2 2025, §2.1.
 
@@ -104,16 +101,16 @@ def qk_clip_(
         raise ValueError(f"{call}: there is no rule {rule!r}; there are: {', '.join(RULES)}.")
     if optimizer is not None:
         check_optimizer(call, model, optimizer)
-    finder = _Finder(model, call)
-    shared: dict[tuple[int, ...], _Weights] = {}
-    places: dict[str, tuple[_Weights, slice]] = {}
+    finder = _WeightsFinder(model, call)
+    shared: dict[tuple[int, ...], _ClippedWeights] = {}
+    places: dict[str, tuple[_ClippedWeights, slice]] = {}
     for name, largest in _maxima(seen, ceiling, call):
         weights, heads = finder.weights_of(name, len(largest))
         weights = shared.setdefault(weights.scaled(rule), weights)
         factor = torch.where(largest > ceiling, ceiling / largest, 1.0)
         weights.gamma[heads] = torch.minimum(weights.gamma[heads], factor)
         places[name] = weights, heads
-    _check_apart(shared, call)
+    _check_disjoint(shared, call)
     changes = [
         (weights.parameters[name], factor, _master_of(weights.parameters[name], optimizer, call))
         for weights in shared.values()
@@ -127,8 +124,8 @@ def qk_clip_(
         stepped.mul_(_alike(factor.to(stepped.device, kind), stepped))
         if master is not None:
             parameter.copy_(master)
-    found = ((name, weights.gamma[heads]) for name, (weights, heads) in places.items())
-    return {name: gamma for name, gamma in found if bool((gamma < 1).any())}
+    factors = ((name, weights.gamma[heads]) for name, (weights, heads) in places.items())
+    return {name: gamma for name, gamma in factors if bool((gamma < 1).any())}
 
 
 # ── the largest scores ──────────────────────────────────────────────────────────────────────────
@@ -137,10 +134,10 @@ def qk_clip_(
 def _maxima(
     seen: Watched | Mapping[str, Tensor], limit: float, call: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each module's largest scores, `[H]` in float64 on the CPU.
+    """Yield the largest scores of each module, `[H]` in float64 on the CPU.
 
     Raises:
-        ValueError: there are none that decide anything.
+        ValueError: there are none, or they are not finite.
     """
     if not isinstance(seen, Watched | Mapping):
         raise ValueError(
@@ -167,13 +164,13 @@ def _maxima(
             head = int(wrong.nonzero()[0])
             raise ValueError(
                 f"{call}: the largest score of head {head} in {name!r} is {float(largest[head])}; "
-                f"no factor mends that: go back to a checkpoint."
+                f"no factor can fix that; go back to a checkpoint."
             )
         yield name, largest
 
 
 def largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
-    """The largest score of each head over all calls, from a figure that decides."""
+    """Return the exact largest score of each head over all calls."""
     looked_at, there = module.queries or (0, 1)
     some = [name for name in module.statistics if name.startswith(ABOVE)]
     names = [name for name in some if float(name.removeprefix(ABOVE)) <= limit]
@@ -197,36 +194,36 @@ def largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Weights:
-    """The projections of one layer, and what its heads are to be scaled by, `[H]`."""
+class _ClippedWeights:
+    """The projections of one layer, and the factors of its heads, `[H]`."""
 
-    found: QueryKeyProjections
+    projections: QueryKeyProjections
     parameters: Mapping[str, nn.Parameter]
     gamma: Tensor
 
     def scaled(self, rule: str) -> tuple[int, ...]:
-        """Which weights a rule scales; modules may share them."""
-        names = self.found.queries + (self.found.keys if rule == "both" else ())
+        """Return the ids of the weights that a rule scales; modules may share them."""
+        names = self.projections.queries + (self.projections.keys if rule == "both" else ())
         return tuple(id(self.parameters[name]) for name in names)
 
     def factors(self, rule: str) -> Iterator[tuple[str, Tensor]]:
-        """What multiplies each tensor."""
-        of_keys = torch.ones(self.found.num_kv_heads, dtype=torch.float64)
-        groups = torch.tensor([self.found.group_of(head) for head in range(len(self.gamma))])
+        """Yield the factor of each tensor."""
+        of_keys = torch.ones(self.projections.num_kv_heads, dtype=torch.float64)
+        groups = torch.tensor([self.projections.group_of(head) for head in range(len(self.gamma))])
         if rule == "both":
             of_keys = of_keys.scatter_reduce(0, groups, self.gamma, "amin").sqrt()
-        return self.found.factors(self.gamma / of_keys[groups], of_keys)
+        return self.projections.factors(self.gamma / of_keys[groups], of_keys)
 
 
-class _Finder:
-    """Finds the weights of a model's modules by the modules' names."""
+class _WeightsFinder:
+    """Find the weights of modules by module names."""
 
     def __init__(self, model: nn.Module, call: str) -> None:
         self.model, self.call = model, call
         self._bare: dict[str, nn.Module] | None = None
 
     def module(self, name: str) -> nn.Module:
-        """The module of that name, whatever wrappers are around it."""
+        """Return the module of that name, without wrappers."""
         try:
             return innermost(self.model.get_submodule(name))
         except AttributeError:
@@ -240,10 +237,10 @@ class _Finder:
             raise ValueError(f"{self.call}: the model has no module {name!r}.")
         return self._bare[bare]
 
-    def weights_of(self, name: str, heads: int) -> tuple[_Weights, slice]:
-        """The weights that make a module's queries and keys, and which of their heads are its own.
+    def weights_of(self, name: str, heads: int) -> tuple[_ClippedWeights, slice]:
+        """Return the weights of queries and keys of a module, and which of their heads it has.
 
-        They may be those of a module around it, where the module itself only attends.
+        They may belong to a module around it, if the module itself only attends.
         """
         module = self.module(name)
         at = f"{self.call}: in {name!r} ({type(module).__name__})"
@@ -261,52 +258,56 @@ class _Finder:
             named = owner.named_parameters(remove_duplicate=False)
             parameters = {bare_name(n): parameter for n, parameter in named}
             try:
-                found = projections_of(parameters, heads, type(module))
+                projections = projections_of(parameters, heads, type(module))
             except ValueError as error:
                 faults.append(str(error))
                 continue
-            if owner is module or own <= {id(parameters[n]) for n in found.own}:
+            if owner is module or own <= {id(parameters[n]) for n in projections.own}:
                 _check_norms(owner, at)
-                _check_weights(found, parameters, at)
-                if known is None and any(map(_over_ranks, (parameters[n] for n in found.queries))):
+                _check_weights(projections, parameters, at)
+                if known is None and any(
+                    map(_over_ranks, (parameters[n] for n in projections.queries))
+                ):
                     raise ValueError(
                         f"{at}: its weights are sharded, and it does not say how many heads it "
                         f"has: those that were seen may be some of them."
                     )
-                alone = [id(parameters[n]) in own for n in found.queries]
-                first = _first_head(alone, found.num_heads, heads, at)
-                gamma = torch.ones(found.num_heads, dtype=torch.float64)
-                return _Weights(found, parameters, gamma), slice(first, first + heads)
+                alone = [id(parameters[n]) in own for n in projections.queries]
+                first = _first_head(alone, projections.num_heads, heads, at)
+                gamma = torch.ones(projections.num_heads, dtype=torch.float64)
+                return _ClippedWeights(projections, parameters, gamma), slice(first, first + heads)
         raise ValueError(f"{at}: no known layout: {faults[0]}")
 
-    def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_Weights, slice]:
-        """The weights of a module that knows where its projections are."""
+    def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_ClippedWeights, slice]:
+        """Return the weights of a module with a known head shard."""
         try:
-            found, parameters = (
+            projections, parameters = (
                 module.head_shard.projections(module),
                 dict(module.named_parameters()),
             )
         except ValueError as error:
             raise ValueError(f"{at}: {error}.") from None
-        _check_weights(found, parameters, at)
-        return _Weights(found, parameters, torch.ones(heads, dtype=torch.float64)), slice(0, heads)
+        _check_weights(projections, parameters, at)
+        return _ClippedWeights(
+            projections, parameters, torch.ones(heads, dtype=torch.float64)
+        ), slice(0, heads)
 
 
 def _over_ranks(parameter: Tensor) -> bool:
-    """Whether it is one of PyTorch's `DTensor`s."""
+    """Return True for a `DTensor` of PyTorch."""
     return hasattr(parameter, "device_mesh")
 
 
 def _here(x: Tensor) -> Tensor:
-    """The part of a tensor that this rank has: all of it, unless it lies over ranks."""
+    """Return the shard of a tensor on this rank: all of it, unless it is sharded."""
     return x.to_local() if _over_ranks(x) else x  # type: ignore[operator]
 
 
 def _alike(factor: Tensor, parameter: Tensor) -> Tensor:
-    """A factor as what multiplies a parameter: over ranks, all of it on each.
+    """Return a factor in the form that multiplies a parameter: replicated, if that is sharded.
 
-    Each rank scales what it has, wherever that begins; no rank sends anything. (Assigning to a
-    slice of a parameter over ranks changes nothing, and says nothing.)
+    Each rank scales its shard without communication. (Assigning to a slice of a sharded parameter
+    has no effect.)
     """
     if not _over_ranks(parameter):
         return factor
@@ -317,9 +318,9 @@ def _alike(factor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _first_head(own: list[bool], total: int, heads: int, at: str) -> int:
-    """Where a module's heads begin among all of its layer; each may be a module of its own.
+    """Return the first head of a module in its layer; each head may be a module.
 
-    `own` says which of the layer's tensors of queries are the module's.
+    `own` marks the query tensors of the layer that belong to the module.
     """
     if total == heads:
         return 0
@@ -335,7 +336,7 @@ _NORMED = (
 
 
 def _and_around(name: str, most: int = 3) -> list[str]:
-    """A module's name, and those of the modules around it.
+    """Return the names of a module and of the modules around it.
 
     >>> _and_around("layers.0.attn")
     ['layers.0.attn', 'layers.0', 'layers', '']
@@ -347,20 +348,20 @@ def _and_around(name: str, most: int = 3) -> list[str]:
 
 
 def _check_norms(module: nn.Module, at: str) -> None:
-    """Raise ValueError where queries or keys are normalised; by the names of parts and weights."""
+    """Raise ValueError if queries or keys are normalized, by the names of parts and weights."""
     parts = [n for n, m in module.named_modules() if not isinstance(m, nn.Identity)]
     parts += [n for n, _ in module.named_parameters()]
-    if found := next((n for n in parts if _NORM.search(n.rpartition(".")[2])), None):
-        raise ValueError(f"{at}: by {found!r}, {_NORMED}")
+    if norm := next((n for n in parts if _NORM.search(n.rpartition(".")[2])), None):
+        raise ValueError(f"{at}: by {norm!r}, {_NORMED}")
 
 
 def _check_weights(
-    found: QueryKeyProjections, parameters: Mapping[str, nn.Parameter], at: str
+    projections: QueryKeyProjections, parameters: Mapping[str, nn.Parameter], at: str
 ) -> None:
-    """Raise ValueError for weights that cannot be scaled where they are."""
-    if found.normed:
+    """Raise ValueError for weights that cannot be scaled in place."""
+    if projections.normed:
         raise ValueError(f"{at}: {_NORMED}")
-    for name in (*found.queries, *found.keys):
+    for name in (*projections.queries, *projections.keys):
         parameter = parameters[name]
         if any(hasattr(parameter, x) for x in ("ds_id", "_hp_mapping")):
             raise ValueError(
@@ -369,12 +370,12 @@ def _check_weights(
             )
         if parameter.dtype.itemsize < 2 or not parameter.is_floating_point():
             raise ValueError(f"{at}: {name} is {parameter.dtype}; it cannot be scaled in place.")
-    of_keys = {id(parameters[name]) for name in found.keys if name not in found.queries}
-    if of_keys & {id(parameters[name]) for name in found.queries}:
+    of_keys = {id(parameters[name]) for name in projections.keys if name not in projections.queries}
+    if of_keys & {id(parameters[name]) for name in projections.queries}:
         raise ValueError(f"{at}: one weight makes queries and keys, so that it scales both.")
 
 
-def _check_apart(shared: Mapping[tuple[int, ...], _Weights], call: str) -> None:
+def _check_disjoint(shared: Mapping[tuple[int, ...], _ClippedWeights], call: str) -> None:
     """Raise ValueError where layers share some of their weights and not the rest."""
     owner: dict[int, tuple[int, ...]] = {}
     for key in shared:

@@ -1,4 +1,4 @@
-"""What a monitor records that is told nothing else."""
+"""The default statistics of a `Monitor`."""
 
 from __future__ import annotations
 
@@ -36,4 +36,3 @@ DEFAULT_STATISTICS: tuple[Statistic, ...] = (
     MaxLogit(),
     Norms(),
 )
-"""What a `Monitor` records that is told nothing else."""

@@ -1,4 +1,4 @@
-"""What is kept of heads over a step: sums that merge rightly, or maxima."""
+"""Sums or maxima of heads over a step; they merge exactly."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ Heads = Mapping[str, int]
 
 MEAN, MAXIMUM = "mean", "maximum"
 FIELDS = {MEAN: ("count", "sum", "squares", "error"), MAXIMUM: ("maximum",)}
-"""What is kept of each head: of a mean, the number of values, their sum, the sum of their squared
-deviations from their mean, and the square of what sampling adds to the sum's standard error."""
+"""The rows of `data`. For a mean: the number of values, their sum, the sum of their squared
+deviations from their mean, and the square of the sampling error of the sum."""
 
 
-def kept_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
-    """Return what is kept of each reading, on the host: `[4, H]` of a mean, `[1, H]` of a maximum.
+def sums_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
+    """Return the sums of each reading, on the host: `[4, H]` of a mean, `[1, H]` of a maximum.
 
-    In float64. `None` of one that is not one number for each query or batch row, such as a map.
-    Readings of the same sizes, of whatever metric, are summed up at once, as if their heads were
-    those of one call.
+    In float64. `None` for readings without one number for each query or batch row, such as a map.
+    Readings of equal shapes are summed together, as if their heads were those of one call.
     """
     alike: dict[object, list[int]] = {}
     readings = [x if x.among is None else replace(x, among=None) for x in readings]
@@ -40,15 +39,15 @@ def kept_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
     found: list[Tensor | None] = [None] * len(readings)
     for places in alike.values():
         some = [readings[place] for place in places]
-        kept = _kept_of(side_by_side(some)).cpu()
+        kept = _sums_of(side_by_side(some)).cpu()
         parts = kept.split([one.values.shape[1] for one in some], 1)
         for place, part in zip(places, parts, strict=True):
             found[place] = part
     return found
 
 
-def _kept_of(reading: Reading) -> Tensor:
-    """Return what is kept of a reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64."""
+def _sums_of(reading: Reading) -> Tensor:
+    """Return the sums of a reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64."""
     values = reading.values.detach()
     if reading.largest:
         return largest_of(values)[None].double()
@@ -58,7 +57,7 @@ def _kept_of(reading: Reading) -> Tensor:
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Return both as one: maxima, or sums with squares about the common mean (Chan et al. 1979).
+    """Merge two: maxima, or sums with squares about the common mean (Chan et al. 1979).
 
     >>> some, more = torch.tensor([[2.0], [6], [2], [0]]), torch.tensor([[1.0], [9], [0], [0]])
     >>> merged(some, more).flatten().tolist()  # 2, 4 and 9
@@ -72,11 +71,11 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Figures:
+class HeadMetrics:
     """One statistic of every head of a model over a step.
 
     `data` is `[4, N]` or `[1, N]` (`FIELDS[kind]`), where N counts the heads of all layers, those
-    of the first layer first. `queries` were looked at of `of_queries` that there were.
+    of the first layer first. `queries` of `of_queries` were sampled.
     """
 
     kind: str
@@ -86,17 +85,17 @@ class Figures:
 
     @property
     def sampled(self) -> bool:
-        """Whether some queries only were looked at; a maximum is then a lower bound."""
+        """Return True if only some queries were sampled; a maximum is then a lower bound."""
         return self.queries < self.of_queries
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
-        """The heads of which there is a figure `[N]`."""
+        """True for heads with a value, `[N]`."""
         return self.data[0] != (-math.inf if self.kind == MAXIMUM else 0)
 
     @cached_property
     def values(self) -> Array:
-        """Each head's mean or maximum `[N]`; NaN where there is none, inf where not finite."""
+        """The mean or maximum of each head `[N]`; NaN if missing, inf if not finite."""
         present, found = self.present, self.data[0]
         if self.kind == MEAN:
             found = self.data[1] / np.where(present, self.data[0], 1.0)
@@ -104,7 +103,7 @@ class Figures:
 
     @property
     def errors(self) -> Array:
-        """The standard errors of sampled means `[N]`: 0 of exact ones, NaN where there is none."""
+        """The standard errors of sampled means `[N]`: 0 for exact means, NaN if missing."""
         if self.kind == MAXIMUM:
             return np.full(self.data.shape[1], np.nan)
         present = self.present
@@ -112,15 +111,15 @@ class Figures:
             present, np.sqrt(self.data[3]) / np.where(present, self.data[0], 1.0), np.nan
         )
 
-    def wide(self, heads: int) -> Figures:
-        """The same where the layers that came later are counted too: of them there is none."""
+    def wide(self, heads: int) -> HeadMetrics:
+        """Return the same with missing values for the heads of later layers."""
         missing = heads - self.data.shape[1]
         empty = -math.inf if self.kind == MAXIMUM else 0.0
         data = np.pad(self.data, ((0, 0), (0, missing)), constant_values=empty)
-        return Figures(self.kind, data, self.queries, self.of_queries)
+        return HeadMetrics(self.kind, data, self.queries, self.of_queries)
 
     def of_layers(self, heads: Heads) -> Array:
-        """A number a layer `[L]`: its mean over queries and heads, or the largest; NaN of none."""
+        """Return the mean over queries and heads, or the maximum, of each layer `[L]`."""
         found, first = [], 0
         for number in heads.values():
             part = self.data[:, first : first + number]
@@ -135,5 +134,5 @@ class Figures:
 
 
 def nothing(rows: int, heads: int) -> Tensor:
-    """Return the sums of heads of which nothing was seen, `[rows, heads]`."""
+    """Return the sums `[rows, heads]` of heads without any call."""
     return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)

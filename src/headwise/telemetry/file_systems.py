@@ -1,4 +1,4 @@
-"""Which files are on a network file system, where SQLite's write-ahead log must not be."""
+"""Detection of network file systems, on which SQLite's write-ahead log does not work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a file is on a network file system, or on one that a program serves (FUSE).
+    """Return True if a file is on a network file system, or on one served by a program (FUSE).
 
-    SQLite's write-ahead log wants memory that all readers share, which no two machines do. Known on
-    Linux, and of Windows' network names; elsewhere a file counts as local.
+    SQLite's write-ahead log requires shared memory between all readers, which two machines do not
+    have. Detected on Linux, and for network names on Windows; elsewhere a file counts as local.
     """
     whole = os.path.realpath(path)
     if whole.startswith("\\\\"):
@@ -27,7 +27,7 @@ def is_remote(path: Path) -> bool:
 
 
 def _is_remote(path: str, mounts: str) -> bool:
-    """The same by the lines of `/proc/self/mountinfo` (proc(5)).
+    """Return the same from the lines of `/proc/self/mountinfo` (proc(5)).
 
     >>> mounts = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\\n2 1 0:5 / /a\\\\040b rw - nfs4 host:/a rw"
     >>> _is_remote("/a b/heads.sqlite", mounts), _is_remote("/a/heads.sqlite", mounts)
@@ -38,6 +38,6 @@ def _is_remote(path: str, mounts: str) -> bool:
         before, _, after = line.partition(" - ")
         place = before.split()[4].encode().decode("unicode_escape")
         inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= longest:  # of two in one place, the later is on top
+        if inside and len(place) >= longest:  # the later of two mounts in one place is on top
             longest, kind = len(place), after.split()[0]
     return kind in _REMOTE or kind.startswith("fuse")

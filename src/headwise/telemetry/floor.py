@@ -21,25 +21,24 @@ from ..stats.record import Reading
 
 
 class EntropyFloor:
-    """Penalise heads whose mean entropy is under a floor: `strength · Σ_h relu(floor − H_h)`.
+    """Penalize heads whose mean entropy is below a floor: `strength · Σ_h relu(floor − H_h)`.
 
     `H_h` is the mean entropy of head h, in nats, over batch and valid queries of all its calls.
-    Heads above the floor are left alone. Enter it around the forward pass, each time anew; then
-    `loss` is the term, a scalar with a graph, and `entropies` are the means. The model's own
-    output stays bit for bit what it was.
+    Use it as a context manager around each forward pass. Then `loss` is the term, a scalar with a
+    graph, and `entropies` are the means. The output of the model does not change.
 
     With activation checkpointing (`use_reentrant=False`), call `backward()` in the block too.
 
     Args:
         model: any module that `watch` takes.
-        floor: nats, above 0; a query that attends evenly to n keys has log n.
-        strength: what a nat under the floor costs.
-        queries: look at so many drawn queries of every call only, other ones each time: cheaper.
-        modules: only these, as in `watch()`.
+        floor: in nats, above 0; uniform attention to n keys has log n.
+        strength: the factor of the term.
+        queries: sample so many queries of every call, anew each time, which is cheaper.
+        modules: the modules to include, as in `watch()`.
 
     Raises:
-        ValueError: a floor or strength that makes no term; `loss` of a model that was not called;
-            what `watch(gradients=True)` raises.
+        ValueError: a floor or strength that is not a finite number above 0; `loss` of a model that
+            was not called; errors of `watch(gradients=True)`.
 
     >>> import torch, headwise as hw
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
@@ -61,11 +60,11 @@ class EntropyFloor:
         queries: int | None = None,
         modules: Modules = None,
     ) -> None:
-        self._said = check_model("EntropyFloor", model)
+        self._call = check_model("EntropyFloor", model)
         self.floor, self.strength = real(floor) or 0.0, real(strength) or 0.0
         for name, value in (("floor", floor), ("strength", strength)):
             if not 0 < (real(value) or 0.0) < math.inf:
-                raise ValueError(f"{self._said}: {name}={said(value)} is no number above 0.")
+                raise ValueError(f"{self._call}: {name}={said(value)} is no number above 0.")
         self.model, self.queries, self.modules = model, queries, modules
         self._watching: AbstractContextManager[Watched] | None = None
         self._seen: Watched | None = None
@@ -73,7 +72,7 @@ class EntropyFloor:
 
     def __enter__(self) -> EntropyFloor:
         if self._watching is not None:
-            raise ValueError(f"{self._said}: it is entered already; leave it first.")
+            raise ValueError(f"{self._call}: it is entered already; leave it first.")
         refuse_compiled("EntropyFloor", self.model)
         self._watching = watch(
             self.model,
@@ -94,7 +93,7 @@ class EntropyFloor:
 
     @property
     def entropies(self) -> dict[str, Float[Tensor, " H"]]:
-        """The mean entropy of each head by module, in nats, with its graph; NaN of no valid query.
+        """The mean entropy of each head by module, in nats, with its graph; NaN if undefined.
 
         Raises:
             ValueError: it was not entered, or no attention was seen.
@@ -115,9 +114,9 @@ class EntropyFloor:
         return self.strength * torch.stack([one.to(under[0].device) for one in under]).sum()
 
     def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The mean entropy of each head, and over how many queries: both `[H]`."""
+        """Return the mean entropy of each head and its number of queries, both `[H]`."""
         if self._seen is None:
-            raise ValueError(f"{self._said}: enter it around the forward pass first.")
+            raise ValueError(f"{self._call}: enter it around the forward pass first.")
         self._seen.must_not_be_empty()
         found = {}
         for name in self._seen:
@@ -130,6 +129,6 @@ class EntropyFloor:
 
 
 def _rows_of(reading: Reading) -> Tensor:
-    """The valid queries, `[B, H, T]`."""
+    """Return the valid queries, `[B, H, T]`."""
     assert reading.rows is not None  # an entropy is that of a query
     return reading.rows.expand(reading.values.shape)

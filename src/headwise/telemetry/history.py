@@ -1,4 +1,4 @@
-"""`History`: what was recorded of a training's heads, in one SQLite file."""
+"""`History`: the recorded metrics of the heads of a training, in one SQLite file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import numpy.typing as npt
 from .._io import check_suffix, place_for
 from .._tables import frame_of
 from .._text import Brief
-from .figures import FIELDS, Array, Figures, Heads
+from .figures import FIELDS, Array, HeadMetrics, Heads
 from .file_systems import is_remote
-from .rules import Alarm, Record
+from .rules import Alarm, RecordedStep
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_MARK, _VERSION = 0x68647773, 1  # "hdws": what SQLite calls an application's id, and its version
+_MARK, _VERSION = 0x68647773, 1  # "hdws": the application id of SQLite, and the version
 _SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _WAIT = 0.25
 """Seconds to wait for a file that another process has locked."""
@@ -50,12 +50,13 @@ CREATE TABLE alarms (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Series(Brief):
-    """A statistic over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
+    """A metric over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
 
-    N counts the heads of all layers, as `History.heads` does. Values are means or, if `kind` says
-    so, maxima; NaN where a head was not seen, infinite where a figure was not finite. `errors` are
-    the standard errors of sampled means, 0 of exact ones. `sampled` `[n]` says at which steps some
-    queries only were looked at.
+    N counts the heads of all layers, as in `History.heads`. Values are means or, depending on
+    `kind`,
+    maxima: NaN for heads that were not captured, infinite if not finite. `errors` are the standard
+    errors of sampled means, 0 for exact ones. `sampled` `[n]` is True for steps with sampled
+    queries.
     """
 
     kind: str
@@ -66,17 +67,17 @@ class Series(Brief):
 
 
 class History:
-    """The record of a training's heads, in one SQLite file; it can be read while it is written.
+    """The recorded metrics of a training, in one SQLite file; it can be read during the training.
 
-    Kept of every step and statistic are sums, squares and counts of each head, or maxima, so that
-    batches of unequal padding merge rightly. What is opened here is only read; `Monitor` writes.
+    For every step and statistic the file holds sums, squares and counts of each head, or maxima, so
+    that batches of unequal padding merge exactly. A `History` only reads; `Monitor` writes.
 
     Args:
         path: the file.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: a file that no `Monitor` wrote.
+        FileNotFoundError: there is no such file.
+        ValueError: the file was not written by a `Monitor`.
 
     >>> import tempfile, torch, headwise as hw
     >>> model = hw.MultiHeadAttention(24, num_heads=3)
@@ -112,12 +113,12 @@ class History:
 
     @property
     def layers(self) -> dict[str, int]:
-        """How many heads each layer has, in the order of `heads`."""
+        """The number of heads of each layer, in the order of `heads`."""
         return dict(self._file.read("SELECT name, heads FROM layers ORDER BY place"))
 
     @property
     def heads(self) -> list[tuple[str, int]]:
-        """Layer and number of every head, in the order of the axis N."""
+        """The layer and the number of each head, in the order of the axis N."""
         return [(layer, head) for layer, heads in self.layers.items() for head in range(heads)]
 
     @property
@@ -128,7 +129,7 @@ class History:
 
     @property
     def statistics(self) -> list[str]:
-        """The names of what was recorded."""
+        """The names of the recorded metrics."""
         rows = self._file.read("SELECT DISTINCT statistic FROM figures ORDER BY statistic")
         return [name for (name,) in rows]
 
@@ -142,12 +143,12 @@ class History:
         return [Alarm(*row) for row in rows]
 
     def __getitem__(self, statistic: str) -> Series:
-        """A statistic over all recorded steps.
+        """Return a metric over all recorded steps.
 
         Raises:
-            KeyError: nothing of that name was recorded; the message lists what was.
+            KeyError: it was not recorded; the message lists the recorded ones.
         """
-        heads = sum(self.layers.values())  # first, so that no figure is of more heads
+        heads = sum(self.layers.values())  # first, so that no metric has more heads
         rows = [(step, figures.wide(heads)) for step, name, figures in self._rows(statistic, heads)]
         if not rows:
             known = ", ".join(self.statistics) or "nothing yet"
@@ -164,21 +165,21 @@ class History:
             np.array([figures.sampled for _, figures in rows]),
         )
 
-    def records(self, last: int | None = None, until: int | None = None) -> list[Record]:
-        """What was recorded at each step, oldest first: all, or the `last` ones up to `until`."""
+    def records(self, last: int | None = None, until: int | None = None) -> list[RecordedStep]:
+        """Return the recorded steps, oldest first: all, or the `last` ones up to `until`."""
         steps = [step for step in self.steps if until is None or step <= until]
         steps = steps if last is None else steps[len(steps) - min(last, len(steps)) :]
         if not steps:
             return []
-        found: dict[int, dict[str, Figures]] = {step: {} for step in steps}
+        found: dict[int, dict[str, HeadMetrics]] = {step: {} for step in steps}
         for step, name, figures in self._rows(None, sum(self.layers.values()), steps[0]):
             if step in found:
                 found[step][name] = figures
-        return [Record(step, figures) for step, figures in found.items()]
+        return [RecordedStep(step, figures) for step, figures in found.items()]
 
     def _rows(
         self, statistic: str | None, heads: int, first: int = 0
-    ) -> Iterator[tuple[int, str, Figures]]:
+    ) -> Iterator[tuple[int, str, HeadMetrics]]:
         rows = self._file.read(
             "SELECT step, statistic, kind, queries, of_queries, data FROM figures "
             "WHERE step >= ? AND (? IS NULL OR statistic = ?) ORDER BY step, statistic",
@@ -187,15 +188,15 @@ class History:
         for step, name, kind, queries, of_queries, data in rows:
             numbers = np.frombuffer(zlib.decompress(data), dtype="<f8").astype(np.float64)
             numbers = numbers.reshape(len(FIELDS[kind]), -1)[:, :heads]
-            yield step, name, Figures(kind, numbers, queries, of_queries)
+            yield step, name, HeadMetrics(kind, numbers, queries, of_queries)
 
     # ── tables ──────────────────────────────────────────────────────────────────────────────────
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """A table as columns: `step`, `layer`, `head`, and a number for each statistic.
+        """Return a table by columns: `step`, `layer`, `head`, and a number for each metric.
 
-        A row per recorded step and head, as of `Watched.table()`: `<name>_se` is the standard error
-        of sampled means. NaN where a statistic was not recorded.
+        It has a row for each recorded step and head, as `Watched.table()`. `<name>_se` is the
+        standard error of sampled means; NaN if a metric was not recorded.
         """
         heads, steps = self.heads, np.array(self.steps, dtype=np.int64)
         columns: dict[str, npt.NDArray[Any]] = {
@@ -212,7 +213,7 @@ class History:
         return columns
 
     def to_pandas(self) -> DataFrame:
-        """`columns()` as a pandas `DataFrame`.
+        """Return `columns()` as a pandas `DataFrame`.
 
         Raises:
             ImportError: pandas is not installed.
@@ -224,8 +225,8 @@ class History:
 
         Raises:
             ImportError: pyarrow is not installed.
-            OSError: a folder that there is not.
-            ValueError: a name that ends as files of another format do, such as `.csv`.
+            OSError: the folder does not exist.
+            ValueError: the suffix is that of another format, such as `.csv`.
         """
         try:
             import pyarrow  # pyright: ignore[reportMissingImports]
@@ -245,22 +246,22 @@ class History:
 
 
 def _spread(values: Array, place: npt.NDArray[np.int64], steps: int) -> Array:
-    """Rows of a series where its steps stand among all; flat."""
+    """Place the rows of a series at its steps among all steps; return them flat."""
     whole = np.full((steps, values.shape[1]), np.nan)
     whole[place] = values
     return whole.ravel()
 
 
 class HistoryWriter:
-    """Writes a `History`, each step whole or not at all.
+    """Write a `History`, each step whole or not at all.
 
     Args:
-        path: the file; it is made where there is none.
-        after: the training goes on after this step: what the file has of later ones is replaced.
+        path: the file; it is created if missing.
+        after: the number of steps done before; later steps in the file are replaced.
 
     Raises:
-        OSError: no file can be there.
-        ValueError: a file of another kind, or a name as of another format, such as `.csv`.
+        OSError: the file cannot be created.
+        ValueError: a file of another kind, or the suffix of another format, such as `.csv`.
     """
 
     def __init__(self, path: str | os.PathLike[str], after: int, about: Mapping[str, Any]) -> None:
@@ -272,11 +273,11 @@ class HistoryWriter:
         self._lost: sqlite3.Connection | None = None
 
     def read(self) -> History | None:
-        """What the file holds; `None` where there is none yet."""
+        """Return the history in the file; `None` if there is no file yet."""
         return History(self.path) if self.path.exists() else None
 
     def restore(self) -> bool:
-        """Write all steps anew if the file was deleted or replaced; return True if so.
+        """Write all steps again if the file was deleted or replaced; return True if so.
 
         Raises:
             sqlite3.Error, OSError, ValueError: as `write()`; the next call tries again.
@@ -292,7 +293,7 @@ class HistoryWriter:
                     marks = ", ".join("?" * columns)
                     file.executemany(f"INSERT OR IGNORE INTO {name} VALUES ({marks})", rows)
         except BaseException:
-            self._file.close()  # what is at the path now may be replaced, too
+            self._file.close()  # the file at the path may be replaced again
             raise
         self._lost.close()
         self._lost = None
@@ -300,17 +301,17 @@ class HistoryWriter:
 
     def write(
         self,
-        records: Sequence[tuple[Record, Sequence[Alarm]]],
+        records: Sequence[tuple[RecordedStep, Sequence[Alarm]]],
         layers: Heads,
         unavailable: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """Add records, with the alarms of each, in one transaction.
 
-        `unavailable` has the reasons, by layer and metric, why some are not recorded.
+        `unavailable` has the reasons for missing metrics, by layer and metric.
 
         Raises:
-            sqlite3.Error, OSError: the disk is full, the file is locked or gone.
-            ValueError: another monitor has begun to write into the file.
+            sqlite3.Error, OSError: the disk is full, the file is locked or missing.
+            ValueError: another monitor writes into the file.
         """
         with self._file.transaction() as file:
             self._take_over(file)
@@ -321,8 +322,8 @@ class HistoryWriter:
             file.executemany(
                 "INSERT INTO layers VALUES (?, ?, ?)", [(n, *layer) for n, layer in new]
             )
-            told = json.dumps(unavailable or {})
-            file.execute("INSERT OR REPLACE INTO about VALUES ('unavailable', ?)", (told,))
+            reasons_text = json.dumps(unavailable or {})
+            file.execute("INSERT OR REPLACE INTO about VALUES ('unavailable', ?)", (reasons_text,))
             for record, alarms in records:
                 for name in ("figures", "alarms"):
                     file.execute(f"DELETE FROM {name} WHERE step = ?", (record.step,))
@@ -335,7 +336,7 @@ class HistoryWriter:
         self._after = None
 
     def _take_over(self, file: sqlite3.Connection) -> None:
-        """On the first write, drop what the file has of later steps and say who writes."""
+        """Remove later steps from the file and register this writer, on the first write."""
         if self._check_writer(file):
             return
         if self._after is not None:
@@ -347,10 +348,10 @@ class HistoryWriter:
         file.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
 
     def _check_writer(self, file: sqlite3.Connection) -> bool:
-        """Return True if the file is this writer's.
+        """Return True if this writer owns the file.
 
         Raises:
-            ValueError: another monitor has taken it over.
+            ValueError: another monitor owns it.
         """
         writer = file.execute("SELECT value FROM about WHERE name = 'writer'").fetchone()
         own = writer == (json.dumps(self._about["writer"]),)
@@ -363,7 +364,7 @@ class HistoryWriter:
         self._file.close()
 
 
-def _row(item: tuple[str, Figures]) -> tuple[Any, ...]:
+def _row(item: tuple[str, HeadMetrics]) -> tuple[Any, ...]:
     name, figures = item
     data = np.ascontiguousarray(figures.data, dtype="<f8").tobytes()
     packed = zlib.compress(data, 0 if len(data) < _SMALL else 1)
@@ -371,11 +372,11 @@ def _row(item: tuple[str, Figures]) -> tuple[Any, ...]:
 
 
 _SMALL = 1 << 12
-"""Under so many bytes, numbers are stored as they are: to pack them takes longer than to write."""
+"""The size in bytes below which numbers are not compressed, as that takes longer than writing."""
 
 
 class _File:
-    """A connection to the file, opened when it is needed; none is taken along into a fork."""
+    """A connection to the file, opened on demand and again after a fork."""
 
     def __init__(self, path: Path, *, write: bool) -> None:
         self.path, self.write = path, write
@@ -384,13 +385,13 @@ class _File:
         self._place: os.stat_result | None = None
         if path.exists():
             file = self._connect()
-            if write:  # held from now on, so that it can be restored
+            if write:  # kept open, so that the file can be restored
                 self._hold(file)
             else:
                 file.close()
 
     def _connect(self) -> sqlite3.Connection:
-        """Open the file, and make its tables where it has none and is written.
+        """Open the file; create its tables if it has none and is written.
 
         Raises:
             ValueError: a file of another kind.
@@ -424,18 +425,18 @@ class _File:
         return file
 
     def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """The rows of a query; none of a file that has no tables yet."""
+        """Return the rows of a query; none if the file has no tables yet."""
         with closing(self._connect()) as file:
             return list(file.execute(query, values)) if _kind(file)[2] else []
 
     def _hold(self, file: sqlite3.Connection) -> None:
-        """Keep a connection open, and remember which file it has."""
+        """Keep a connection open, and remember the identity of its file."""
         self._open, self._place = (os.getpid(), file), self.path.stat()
 
     def lost(self) -> sqlite3.Connection | None:
-        """Return what the file held, in memory, if it is no longer at its path; `None` if it is.
+        """Return a copy in memory of a file that is no longer at its path; `None` if it is there.
 
-        The connection is closed: two files of one path would share SQLite's other files.
+        The connection is closed: two files at one path would share SQLite's auxiliary files.
         """
         with self._lock:
             if self._open is None or self._open[0] != os.getpid() or self._place is None:
@@ -451,7 +452,7 @@ class _File:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A connection inside a transaction that is committed at the end, or rolled back."""
+        """Yield a connection in a transaction that is committed at the end, or rolled back."""
         with self._lock:
             if self._open is None or self._open[0] != os.getpid():
                 self._hold(self._connect())
@@ -480,7 +481,7 @@ class _File:
 
 
 def _kind(file: sqlite3.Connection) -> tuple[int, int, int]:
-    """The mark, the version and the number of tables of a file."""
+    """Return the mark, the version and the number of tables of a file."""
     mark = file.execute("PRAGMA application_id").fetchone()[0]
     version = file.execute("PRAGMA user_version").fetchone()[0]
     tables = file.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]

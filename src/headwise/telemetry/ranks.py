@@ -1,4 +1,4 @@
-"""Trainings of several ranks: figures are of all of them, all clip and stop alike."""
+"""Distributed training: metrics cover all ranks, and all ranks clip and stop together."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .step_sums import Span, StepSums
 
 
 def several() -> bool:
-    """Whether this process is one of several that train together."""
+    """Return True if this process is one of several that train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that records."""
+    """Return True if this process records."""
     return rank_of_all() == 0
 
 
 def any_of_all(here: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank; every rank must ask."""
+    """Return True if it is True on any rank; every rank must call this."""
     if not several():
         return here
     flag = torch.tensor(int(here), device=_reachable(device))
@@ -39,18 +39,18 @@ def any_of_all(here: bool, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Holding:
-    """What a rank has figures of: heads by layer, and rows by statistic."""
+    """The heads by layer and rows by statistic for which a rank has sums."""
 
     spans: Mapping[str, Span]
     rows: Mapping[str, int]
 
     @classmethod
     def of(cls, sums: StepSums) -> _Holding:
-        rows = {name: len(next(iter(parts.values()))) for name, parts in sums.kept.items()}
+        rows = {name: len(next(iter(parts.values()))) for name, parts in sums.parts.items()}
         return cls(dict(sums.spans), rows)
 
     def has(self, other: _Holding) -> bool:
-        """Whether all that another has is in this."""
+        """Return True if this contains everything in another."""
         return other.spans.items() <= self.spans.items() and other.rows.items() <= self.rows.items()
 
     def with_more(self, other: _Holding) -> _Holding:
@@ -62,20 +62,20 @@ class _Holding:
 
     @property
     def share(self) -> float:
-        """Which share of its layers' heads it has: ranks with other heads see the same queries."""
+        """The fraction of the heads of its layers: ranks with other heads see the same queries."""
         return self.heads / max(1, sum(span.all for span in self.spans.values()))
 
 
 _NUMBERS = count()
 PATIENCE = timedelta(seconds=120)
-"""How long a rank waits for the others' monitors."""
+"""The time that a rank waits for the monitors of the others."""
 
 
 class Ranks:
-    """The ranks that train together: each sees some of the data, of the heads, or of the layers.
+    """The ranks that train together, each with a part of the data, heads or layers.
 
-    What each of them has is exchanged when one has something new; after that, one collective moves
-    the figures of a step. Every rank takes part in each, with or without figures of its own.
+    Ranks exchange their layers when one has a new one; after that, one collective moves the metrics
+    of a step. Every rank takes part in each exchange, with or without metrics of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,10 +86,10 @@ class Ranks:
         self._maxima: list[_Holding] = []
 
     def sums(self, here: StepSums) -> StepSums:
-        """What the ranks' calls add up to, of whole layers, on every rank.
+        """Return the sums of all ranks over whole layers, on every rank.
 
         Raises:
-            ValueError: ranks have different numbers of heads of one layer; all of them raise it.
+            ValueError: ranks have different numbers of heads of one layer; all ranks raise it.
         """
         if not several():
             return here
@@ -99,16 +99,16 @@ class Ranks:
             own = _Holding.of(here)
             fits = held is not None and held.has(own)
             if self._figures:
-                found = self._gathered(here if fits else StepSums(), fits)
-                if bool((found[:, 0] == 1).all()):
-                    return replace(self._merged(found), unknown=here.unknown)
+                gathered = self._gathered(here if fits else StepSums(), fits)
+                if bool((gathered[:, 0] == 1).all()):
+                    return replace(self._merged(gathered), unknown=here.unknown)
             self._figures = _exchanged(own if held is None else held.with_more(own))
 
     def _meet(self) -> None:
-        """See, once, that all ranks have a monitor: one without would be waited for for ever.
+        """Check once that all ranks have a monitor, as the others would wait for it forever.
 
         Raises:
-            ValueError: some have none.
+            ValueError: a rank has none.
         """
         if self._met is None:
             store, name = store_of_group(), f"headwise monitor {self._number}"
@@ -128,14 +128,14 @@ class Ranks:
             )
 
     def _gathered(self, here: StepSums, fits: bool) -> Tensor:
-        """What all ranks have, `[R, numbers]`: whether it fits, queries looked at, and sums."""
+        """Gather the data of all ranks, `[R, numbers]`: whether it fits, query counts, and sums."""
         own = self._figures[dist.get_rank()]
         queries = [number for name in own.rows for number in here.looked_at.get(name, (0, 0))]
         parts = [torch.tensor([float(fits), *map(float, queries)], dtype=torch.float64)]
         for name, rows in own.rows.items():
-            kept = here.kept.get(name, {})
+            sums = here.parts.get(name, {})
             blocks = [
-                kept[layer].cpu() if layer in kept else nothing(rows, span.heads)
+                sums[layer].cpu() if layer in sums else nothing(rows, span.heads)
                 for layer, span in own.spans.items()
             ]
             parts.append(torch.cat(blocks, 1).flatten() if blocks else torch.empty(0))
@@ -145,12 +145,12 @@ class Ranks:
         )
         device = _reachable(self._device)
         packed = torch.nn.functional.pad(packed, (0, longest - len(packed))).to(device)
-        found = [torch.empty_like(packed) for _ in self._figures]
-        dist.all_gather(found, packed)
-        return torch.stack(found).cpu()
+        gathered = [torch.empty_like(packed) for _ in self._figures]
+        dist.all_gather(gathered, packed)
+        return torch.stack(gathered).cpu()
 
-    def _merged(self, found: Tensor) -> StepSums:
-        """What ranks have sent, as one."""
+    def _merged(self, gathered: Tensor) -> StepSums:
+        """Merge the data that ranks have sent."""
         heads, total = _whole_layers(self._figures), StepSums()
         queries: dict[str, Tensor] = {}
         firsts, count = {}, 0
@@ -158,7 +158,7 @@ class Ranks:
             firsts[layer], count = count, count + every
             total.spans[layer] = Span(0, every, every)
         sums: dict[str, Tensor] = {}
-        for own, row in zip(self._figures, found, strict=True):
+        for own, row in zip(self._figures, gathered, strict=True):
             spans = [(firsts[n] + span.first, span.heads) for n, span in own.spans.items()]
             where = torch.cat([torch.arange(a, a + n) for a, n in spans]) if spans else None
             at = 1 + 2 * len(own.rows)
@@ -173,58 +173,58 @@ class Ranks:
             if not bool(queries[name].any()):
                 continue  # no rank has seen a call in this step
             parts = x.split(list(heads.values()), 1)
-            total.kept[name] = dict(zip(heads, parts, strict=True))
+            total.parts[name] = dict(zip(heads, parts, strict=True))
             total.looked_at[name] = tuple(queries[name].round().long().tolist())
         return total
 
     def largest(self, here: StepSums, statistic: str | None) -> dict[str, Tensor]:
-        """The largest scores `[H]` of whole layers over all ranks, by layer.
+        """Return the largest scores `[H]` of whole layers over all ranks, by layer.
 
-        `statistic` is what holds them here. In float32: what is no number counts as infinite.
+        `statistic` is the metric that holds them here. In float32; NaN counts as infinite.
         """
-        kept = {} if statistic is None else here.kept.get(statistic, {})
+        maxima = {} if statistic is None else here.parts.get(statistic, {})
         if not several():
-            return {layer: x[0] for layer, x in kept.items()}
+            return {layer: x[0] for layer, x in maxima.items()}
         self._meet()
         own = _Holding(dict(here.spans), {})
         while True:
             held = self._maxima[dist.get_rank()] if self._maxima else None
             fits = held is not None and held.has(own)
             if self._maxima:
-                found = self._reduced(here.spans, kept) if fits else self._reduced({}, {}, 1.0)
-                if found is not None:
-                    return found
+                gathered = self._reduced(here.spans, maxima) if fits else self._reduced({}, {}, 1.0)
+                if gathered is not None:
+                    return gathered
             self._maxima = _exchanged(own if held is None else held.with_more(own))
 
     def _reduced(
-        self, spans: Mapping[str, Span], kept: Mapping[str, Tensor], new: float = 0.0
+        self, spans: Mapping[str, Span], maxima: Mapping[str, Tensor], new: float = 0.0
     ) -> dict[str, Tensor] | None:
-        """The maxima of all ranks; `None` where a rank has a layer that is `new` to the others."""
+        """Return the maxima of all ranks; `None` if a rank has a layer that is new to others."""
         heads = _whole_layers(self._maxima)
         parts = {layer: torch.full((every,), -torch.inf) for layer, every in heads.items()}
-        for layer, x in kept.items():
+        for layer, x in maxima.items():
             first = spans[layer].first
             parts[layer][first : first + x.shape[1]] = torch.nan_to_num(
                 x[0].float().cpu(), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf
             )
         packed = torch.cat([torch.tensor([new]), *parts.values()]).to(_reachable(self._device))
         dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-        flag, *found = packed.cpu().split([1, *heads.values()])
-        return None if bool(flag > 0) else dict(zip(heads, found, strict=True))
+        flag, *gathered = packed.cpu().split([1, *heads.values()])
+        return None if bool(flag > 0) else dict(zip(heads, gathered, strict=True))
 
 
 def _exchanged(own: _Holding) -> list[_Holding]:
-    """What every rank has, by rank."""
-    found: list[_Holding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return [one for one in found if one is not None]
+    """Gather the holdings of all ranks, in order."""
+    gathered: list[_Holding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return [one for one in gathered if one is not None]
 
 
 def _whole_layers(ranks: list[_Holding]) -> dict[str, int]:
-    """How many heads each layer has, in the order of their first calls.
+    """Return the number of heads of each layer, in the order of their first calls.
 
     Raises:
-        ValueError: ranks differ about it.
+        ValueError: ranks disagree.
     """
     heads: dict[str, int] = {}
     for one in ranks:
@@ -238,6 +238,6 @@ def _whole_layers(ranks: list[_Holding]) -> dict[str, int]:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Where the ranks can exchange tensors: this device, or one that their group is for."""
+    """Return a device with which ranks can exchange tensors: this one, or one of their group."""
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     return device if device.type in kinds else torch.device(kinds[0])

@@ -1,4 +1,4 @@
-"""Where figures go: into the history, to the trackers, past the rules."""
+"""Record metrics: in the history, in trackers, and against the rules."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import sqlite3
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from .figures import Figures
+from .figures import HeadMetrics
 from .history import HistoryWriter
-from .rules import Alarm, Record, Rule, alarms_at
+from .rules import Alarm, RecordedStep, Rule, alarms_at
 from .step_capture import Warn
 from .trackers import Tracker, logged
 
-_KEPT = 64
-"""Records that wait while the history cannot be written; then the oldest are lost."""
+_MOST_UNWRITTEN = 64
+"""The number of steps that are held while the history cannot be written."""
 
 
 class Recorder:
-    """Takes in what was seen at a step. What fails costs a warning, never the training.
+    """Record the metrics of each step. Errors cause a warning and never stop the training.
 
     Args:
-        history: writes the file, if there is to be one.
-        trackers: are told.
-        rules: name heads.
-        after: the training goes on after this step.
-        warn: told, once, of what cannot be written.
+        history: the writer of the file, if any.
+        trackers: called with the metrics.
+        rules: the rules that raise alarms.
+        after: the number of steps done before.
+        warn: called, once for each file or tracker, if it cannot be written.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Recorder:
         self.history, self.trackers, self.rules, self._warn = history, trackers, rules, warn
         self.heads: dict[str, int] = {}
         self.unavailable: Mapping[str, Mapping[str, str]] = {}
-        self._recent: deque[Record] = deque(maxlen=max((r.reach for r in rules), default=1))
-        self._unwritten: deque[tuple[Record, list[Alarm]]] = deque(maxlen=_KEPT)
+        self._recent: deque[RecordedStep] = deque(maxlen=max((r.reach for r in rules), default=1))
+        self._unwritten: deque[tuple[RecordedStep, list[Alarm]]] = deque(maxlen=_MOST_UNWRITTEN)
         before = history.read() if history is not None and after else None
         self._resumed = before is not None
         if before is not None:
@@ -47,10 +47,11 @@ class Recorder:
             self._recent.extend(before.records(self._recent.maxlen, until=after))
 
     def know(self, heads: Mapping[str, int]) -> None:
-        """Take up layers that are new, behind those that are known.
+        """Append new layers to the known ones.
 
         Raises:
-            ValueError: a layer has other heads than before, or no layer is one of the history's.
+            ValueError: a layer has another number of heads than before, or the history has other
+                layers.
         """
         if self._resumed and self.heads and not set(self.heads) & set(heads):
             raise ValueError(f"the history has no layer {next(iter(heads))!r}: of another model")
@@ -64,18 +65,18 @@ class Recorder:
     def record(
         self,
         step: int,
-        figures: Mapping[str, Figures],
+        figures: Mapping[str, HeadMetrics],
         unavailable: Mapping[str, Mapping[str, str]],
     ) -> list[Alarm]:
-        """Keep the figures of a step, and the reasons for missing ones; return its alarms."""
+        """Record the metrics of a step and the reasons for missing ones; return its alarms."""
         self.unavailable = unavailable
-        record = Record(step, figures)
+        record = RecordedStep(step, figures)
         self._recent.append(record)
         alarms = alarms_at(self.rules, list(self._recent), self.heads)
         if self.history is not None:
             self._unwritten.append((record, alarms))
             self._write(self.history)
-        self._tell(step, figures)
+        self._log(step, figures)
         return alarms
 
     def _write(self, history: HistoryWriter) -> None:
@@ -91,7 +92,7 @@ class Recorder:
         except (sqlite3.Error, OSError, ValueError) as error:
             self._warn(f"the history cannot be written ({error}): {history.path}", history)
 
-    def _tell(self, step: int, figures: Mapping[str, Figures]) -> None:
+    def _log(self, step: int, figures: Mapping[str, HeadMetrics]) -> None:
         if not self.trackers:
             return
         scalars, heads = logged(figures, self.heads)
@@ -102,7 +103,7 @@ class Recorder:
                 self._warn(f"a tracker failed ({type(error).__name__}: {error})", tracker)
 
     def close(self) -> None:
-        """Write what waits, and close the history."""
+        """Write the remaining steps and close the history."""
         if self.history is not None:
             self._write(self.history)
             self.history.close()

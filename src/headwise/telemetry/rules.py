@@ -1,4 +1,4 @@
-"""When a head is named: rules as data, and the alarms that they raise over a history."""
+"""Rules as data, and the alarms that they raise over a history."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.numbers import real, said, whole
-from .figures import MAXIMUM, Array, Figures, Heads
+from .figures import MAXIMUM, Array, HeadMetrics, Heads
 
 Bools = npt.NDArray[np.bool_]
 
 _LEAST_WINDOW = 5
-"""A jump is one from so many recorded steps at least."""
+"""The minimal number of recorded steps before a jump."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule that a head broke at a step: `value` is the figure that broke it.
+    """A head broke a rule at a step; `value` is its metric.
 
     >>> print(Alarm(40, "max_logit > 100", "max_logit", "h.2.attn", 3, 817.25))
     step 40: head 3 of h.2.attn: max_logit is 817.2 (max_logit > 100)
@@ -42,24 +42,23 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rule:
-    """A limit for a figure of every head; a head that breaks it, and did not before, is named.
+    """A limit for a metric of every head; it raises an alarm when a head starts to break it.
 
-    Give one of `above`, `below` and `jump`. A figure that is not finite breaks `above`. Maxima of a
-    few queries are lower bounds, and break nothing.
+    Give one of `above`, `below` and `jump`. A value that is not finite breaks `above`. Maxima of
+    sampled queries are lower bounds and break no rule.
 
     Args:
-        statistic: the figure's name, such as `"max_logit"` or `"entropy_share"`.
-        above, below: the limit, in the figure's unit.
+        statistic: the name of the metric, such as `"max_logit"` or `"entropy_share"`.
+        above, below: the limit, in the unit of the metric.
         jump: so many robust deviations (1.4826 · MAD) from the median of the `window` recorded
-            steps before, 5 at least; of figures that hardly move, a thousandth of the median
-            counts as one.
-        steps: broken at so many recorded steps in a row.
-        window: recorded steps that a jump is measured by.
-        name: what it is called in alarms; by default, what it says.
-        then: `"warn"`; `"stop"`, which saves first; or a function that is given the alarm.
+            steps before, at least 5. A deviation is at least a thousandth of the median.
+        steps: the number of consecutive recorded steps that break the rule.
+        window: the number of recorded steps before a jump.
+        name: the name in alarms; by default a description.
+        then: `"warn"`; `"stop"`, which saves first; or a function that is called with the alarm.
 
     Raises:
-        ValueError: no limit or two, or a number out of its range.
+        ValueError: no limit or several, or a number out of range.
 
     >>> Rule("entropy_share", below=0.01, steps=3).name
     'entropy_share < 0.01 at 3 recorded steps'
@@ -97,12 +96,12 @@ class Rule:
         if not isinstance(self.name, str):
             self._refuse(f"name={said(self.name)}: give a text.")
         if not self.name:
-            object.__setattr__(self, "name", self._said())
+            object.__setattr__(self, "name", self._description())
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"Rule({said(self.statistic)}, …): {why}")
 
-    def _said(self) -> str:
+    def _description(self) -> str:
         if self.jump is not None:
             said = f"{self.statistic} jumps by {self.jump:g} deviations"
         else:
@@ -112,13 +111,13 @@ class Rule:
 
     @property
     def reach(self) -> int:
-        """How many recorded steps the rule looks at: one more tells whether an alarm is news."""
+        """The number of recorded steps that the rule needs, with one more to detect a new alarm."""
         return self.steps + 1 + (self.window if self.jump is not None else 0)
 
     def broken(self, series: Array) -> Bools:
-        """Where the last row of `[n, N]` recorded figures breaks the rule; NaN where there is none.
+        """Return True for heads whose last of the `[n, N]` values breaks the rule; NaN never does.
 
-        Figures that were there and are not finite are given as infinite.
+        Values that are not finite are passed as infinite.
         """
         now = series[-1]
         if self.above is not None:
@@ -129,7 +128,7 @@ class Rule:
         if len(before) < _LEAST_WINDOW:
             return np.zeros(len(now), dtype=bool)
         middle = np.median(before, axis=0)
-        with np.errstate(invalid="ignore"):  # infinite figures
+        with np.errstate(invalid="ignore"):  # infinite values
             spread = 1.4826 * np.median(np.abs(before - middle), axis=0)
             return np.abs(now - middle) > self.jump * np.maximum(spread, 1e-3 * np.abs(middle))
 
@@ -141,29 +140,29 @@ RULES: tuple[Rule, ...] = (
     Rule("output_norm", below=1e-4, steps=3, name="dead head"),
     Rule("entropy", above=1e3, name="not a finite number"),  # no entropy is as large
 )
-"""The rules of a `Monitor` that is given none."""
+"""The default rules of a `Monitor`."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """What was recorded at a step, by the statistic's name."""
+class RecordedStep:
+    """The metrics of one step, by the name of the statistic."""
 
     step: int
-    figures: Mapping[str, Figures]
+    figures: Mapping[str, HeadMetrics]
 
 
-def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) -> list[Alarm]:
-    """The alarms of the last of these records, oldest first, which hold all that rules look at.
+def alarms_at(rules: Sequence[Rule], records: Sequence[RecordedStep], heads: Heads) -> list[Alarm]:
+    """Return the alarms of the last of these records, oldest first.
 
-    A head is named when it has broken a rule at `steps` records in a row, and had not at the one
-    before these: so a head that stays beyond a limit is named once.
+    A head raises an alarm when it has broken a rule at `steps` records in a row and not at the one
+    before, so once as long as it stays beyond a limit.
     """
     names: list[tuple[str, int]] = []
     found = []
     for rule in rules:
         last = records[-1].figures.get(rule.statistic)
         if last is None or (rule.jump is None and not rule.broken(last.values[None]).any()):
-            continue  # which is so of most, and spares what came before
+            continue  # the usual case, without reading earlier records
         series = _series(rule.statistic, records, sum(heads.values()))
         if series is None or len(series) < rule.steps:
             continue
@@ -181,8 +180,8 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) ->
     return found
 
 
-def _series(statistic: str, records: Sequence[Record], heads: int) -> Array | None:
-    """The recorded figures `[n, N]` that may break rules; `None` if the last record has none."""
+def _series(statistic: str, records: Sequence[RecordedStep], heads: int) -> Array | None:
+    """Return the values `[n, N]` that can break rules; `None` if the last record has none."""
     found = [record.figures.get(statistic) for record in records]
     usable = [
         f for f in found if f is not None and (f.kind != MAXIMUM or f.queries == f.of_queries)

@@ -1,4 +1,4 @@
-"""What the attention calls of one training step's forwards add up to."""
+"""Capture the attention calls of one training step and sum them up."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from ..capture.session import catch
 from ..stats.max_logit import MaxLogit, Norms
 from ..stats.record import TOGETHER, Reading
 from ..stats.statistic import Statistic, Statistics
-from .figures import kept_of_each
+from .figures import sums_of_each
 from .step_sums import Span, StepSums
 from .wrappers import innermost, plain_name
 
 
 @runtime_checkable
 class Warn(Protocol):
-    """Tells of what went wrong, once of each thing that it is `about`."""
+    """Warn of a problem, once for each thing that it is `about`."""
 
-    def __call__(self, said: str, about: object = None) -> None: ...
+    def __call__(self, message: str, about: object = None) -> None: ...
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is taken of a step.
+class StepNeeds:
+    """The statistics that a step requires.
 
-    statistics: recorded, of `queries` drawn queries of each call; maxima of all queries.
-    largest: what else is to be known of the largest scores: all, those above a limit, or nothing.
+    statistics: recorded for `queries` sampled queries of each call; maxima for all queries.
+    largest: further largest scores: all, those above a limit, or none.
     """
 
     statistics: tuple[Statistic, ...]
@@ -51,39 +51,39 @@ class Wanted:
 
     @cached_property
     def of_all(self) -> Statistics:
-        """What is taken of every query."""
-        kept = tuple(s for s in self.statistics if self._whole(s))
+        """The statistics of all queries."""
+        kept = tuple(s for s in self.statistics if self._needs_all_queries(s))
         if self.largest is None or any(s == MaxLogit() for s in kept if isinstance(s, MaxLogit)):
             return Statistics.of(kept)
         return Statistics.of((*kept, self.largest))
 
     @cached_property
     def of_some(self) -> Statistics:
-        """What is taken of drawn queries."""
-        return Statistics.of(s for s in self.statistics if not self._whole(s))
+        """The statistics of sampled queries."""
+        return Statistics.of(s for s in self.statistics if not self._needs_all_queries(s))
 
     @cached_property
     def all_together(self) -> Statistics:
-        """The statistics of calls of no more queries than are drawn."""
+        """The statistics of calls that have no more queries than are sampled."""
         return Statistics.of((*self.of_all, *self.of_some))
 
-    def _whole(self, statistic: Statistic) -> bool:
-        """Whether every query is looked at: always for maxima, which a sample only bounds."""
+    def _needs_all_queries(self, statistic: Statistic) -> bool:
+        """Return True for statistics of all queries: always maxima, which a sample only bounds."""
         return self.queries is None or isinstance(statistic, MaxLogit | Norms)
 
 
 class StepCapture:
-    """Adds up what the attention calls of a model give, from one optimizer step to the next.
+    """Sum up the attention calls of a model between two optimizer steps.
 
-    Counted are forwards that train: of a module in training mode, with gradients on, also inside
-    activation checkpointing. What a backward pass computes again is not counted twice.
+    Only training forwards count: of a module in training mode, with gradients on, also inside
+    activation checkpointing. Recomputation in a backward pass is not counted twice.
 
     Args:
         model: any module.
-        warn: told of what is not counted.
-        seed: of the drawn queries, with the step and the numbers of the forward and of the call.
-        modules: which modules are looked at, as in `watch()`, by names without wrappers.
-        begun: called when a forward that counts begins.
+        warn: called with what is not counted.
+        seed: the seed of sampled queries, with the numbers of step, forward and call.
+        modules: the modules to capture, as in `watch()`, by names without wrappers.
+        begun: called at the start of a forward that counts.
     """
 
     def __init__(
@@ -100,27 +100,29 @@ class StepCapture:
         self._net: Net | None = None
         self._forward: Any = None
         self._every = self._graded = False
-        self._calls: Counter[str] = Counter()  # of each module in the forward that is running
-        self._plain: dict[str, str] = {}  # the modules' names without wrappers
+        self._calls: Counter[str] = Counter()  # by module, in the running forward
+        self._plain: dict[str, str] = {}  # module names without wrappers
         self.clear()
 
     def clear(self) -> None:
-        """Forget all that was added up, and why nothing else was."""
+        """Discard the sums and the reasons for missing ones."""
         self.forwards = 0
         self._sums = StepSums()
         self._pending: list[tuple[str, Mapping[str, Reading], int, int]] = []
-        self._numbers = 0  # in the readings that wait
+        self._numbers = 0  # in pending readings
         self._bundles = Bundles()
         self._left_out: dict[str, str] = {}
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
         self._no_numbers: dict[str, None] = {}
-        self._names: Names | None = None  # of the last forwards, which tell why nothing was seen
+        self._names: Names | None = (
+            None  # of the last forwards: the reason why nothing was captured
+        )
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
-    def open(self, wanted: Wanted, step: int, every: bool = False) -> None:
-        """See the model's calls from now on, until `close()`.
+    def open(self, wanted: StepNeeds, step: int, every: bool = False) -> None:
+        """Capture the calls of the model until `close()`.
 
         With `every`, all forwards count, not only those that train.
         """
@@ -129,22 +131,22 @@ class StepCapture:
             return
         self._plain.clear()
         with ExitStack() as stack:
-            found = catch(
+            capture = catch(
                 *(self.model, self._listen, self._begin, self._elsewhere),
                 function="Monitor",
                 in_full=False,
                 refuse=False,
             )
-            self._net = stack.enter_context(found)
+            self._net = stack.enter_context(capture)
             self._stack = stack.pop_all()
 
     def rest(self) -> None:
-        """End a step: see nothing any more, where seeing costs the model's modules something."""
+        """End a step: stop capturing, if it slows down the modules of the model."""
         if self._net is not None and self._net.in_full:
             self.close()
 
     def close(self) -> None:
-        """See nothing any more; what was added up stays."""
+        """Stop capturing; the sums stay."""
         stack, self._stack = self._stack, None
         if stack is None or self._net is None:
             return
@@ -156,9 +158,9 @@ class StepCapture:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The modules that attended and whose calls were not captured, and why."""
-        found = {} if self._net is None else self._net.names.left_out
-        meant = {name: why for name, why in found.items() if self._is_meant(name, None)}
+        """The reasons why modules that attended were not captured, by module."""
+        missed = {} if self._net is None else self._net.names.left_out
+        meant = {name: why for name, why in missed.items() if self._is_meant(name, None)}
         return meant | self._left_out
 
     def _is_meant(self, name: str, layer: int | None) -> bool:
@@ -166,21 +168,20 @@ class StepCapture:
 
     def plain_name(self, name: str) -> str:
         """Return a module's name without wrappers."""
-        found = self._plain.get(name)
-        if found is None:
-            found = self._plain[name] = plain_name(self.model, name)
-        return found
+        if name not in self._plain:
+            self._plain[name] = plain_name(self.model, name)
+        return self._plain[name]
 
     def _elsewhere(self, model: nn.Module) -> None:
         self._warn(f"{_ELSEWHERE} is not counted")
         self._other_forwards[f"there was only {_ELSEWHERE}"] = None
 
     def _begin(self) -> None:
-        """The model is called anew, with gradients or without."""
+        """Begin a forward, with gradients or without."""
         self._graded = torch.is_grad_enabled() or _in_reentrant_checkpoint()
 
     def _counts(self) -> bool:
-        """Whether the forward that is running counts; with its first call, it does so as one."""
+        """Return True if the running forward counts; its first call decides for all of it."""
         assert self._net is not None
         outermost = self._net.names.stack[0]
         if outermost is self._forward:
@@ -198,7 +199,7 @@ class StepCapture:
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     def _listen(self, call: AttentionCall) -> None:
-        """Add up what a call gives; whatever goes wrong here, the training goes on."""
+        """Add a call to the sums; errors never stop the training."""
         if call.again:
             return
         if not self._is_meant(call.name, call.layer):
@@ -209,7 +210,7 @@ class StepCapture:
         name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
         batch, queries = call.batch, call.queries
         try:
-            found = self._readings(call, batch, queries)
+            results = self._readings(call, batch, queries)
         except Exception as error:
             self._left_out[name] = str(error)
             return
@@ -217,7 +218,7 @@ class StepCapture:
 
         def keep(queries: int) -> None:
             try:
-                self._keep(name, span, found, queries)
+                self._keep(name, span, results, queries)
             except Exception as error:
                 self._left_out[name] = str(error)
 
@@ -229,23 +230,23 @@ class StepCapture:
     def _readings(
         self, call: AttentionCall, batch: int, every: int
     ) -> list[tuple[Mapping[str, Reading], int, int]]:
-        """The readings of a call, with the numbers of queries that were looked at, and of all."""
+        """Return the readings of a call, with the numbers of its sampled and of all queries."""
         wanted = self._wanted
         if wanted.queries is None or every <= wanted.queries:
             looks = ((wanted.all_together, None),)
         else:
             looks = (wanted.of_all, None), (wanted.of_some, wanted.queries)
-        found = []
+        results = []
         for statistics, queries in looks:
             if statistics.each:
                 looking = _ALL if queries is None else Looking(queries, self._draw(call.name))
                 some = every if queries is None else queries
                 readings = self._bundles.observe(call, statistics, looking)
-                found.append((readings, batch * some, batch * every))
-        return found
+                results.append((readings, batch * some, batch * every))
+        return results
 
     def _draw(self, name: str) -> int:
-        """A seed of its own for each call of a module in each forward of a step, on each rank."""
+        """Return a seed for each call of a module in each forward of a step, on each rank."""
         mixed = (self._seed + rank_of_all()) * 1_000_003 + self._step
         mixed = mixed * 1_000_003 + self.forwards
         return seed_of_call(mixed, self._calls[name]) % 2**62
@@ -254,12 +255,12 @@ class StepCapture:
         self,
         name: str,
         span: Span,
-        found: list[tuple[Mapping[str, Reading], int, int]],
+        results: list[tuple[Mapping[str, Reading], int, int]],
         queries: int,
     ) -> None:
-        """Keep the readings of a call that has so many queries, to be added up with others."""
+        """Hold the readings of a call of so many queries, to be summed with others."""
         self._sums.know(name, span)
-        for readings, some, every in found:
+        for readings, some, every in results:
             self._pending.append((name, readings, min(some, queries), min(every, queries)))
             self._numbers += some * span.heads
         if self._numbers > TOGETHER:
@@ -273,27 +274,29 @@ class StepCapture:
         return self._sums
 
     def _add_up(self) -> None:
-        """Add up what waits, at once."""
+        """Sum up the pending readings, at once."""
         pending, self._pending, self._numbers = self._pending, [], 0
-        found: list[tuple[str, list[int], Reading]] = []
+        collected: list[tuple[str, list[int], Reading]] = []
         for places, (calls,) in together([[readings] for _, readings, _, _ in pending]):
             names = [pending[place][0] for place in places]
             try:
                 for statistic, reading in calls.items():
                     if not reading.unknown:
-                        found.append((statistic, places, reading))
+                        collected.append((statistic, places, reading))
                     for name in names if reading.unknown else ():
                         self._sums.leave_out(statistic, name, reading.unknown)
             except Exception as error:
                 self._left_out |= dict.fromkeys(names, str(error))
-        kept = kept_of_each([reading for _, _, reading in found])
+        sums = sums_of_each([reading for _, _, reading in collected])
         rounds: list[tuple[int, str, dict[str, Tensor], int, int]] = []
-        for (statistic, places, reading), block in zip(found, kept, strict=True):
+        for (statistic, places, reading), block in zip(collected, sums, strict=True):
             if block is None:
-                if (said := repr(statistic)) not in self._no_numbers:
-                    told = f"{said} is not one number a query or head, and is not recorded"
-                    self._warn(told, said)
-                    self._no_numbers[said] = None
+                if (text := repr(statistic)) not in self._no_numbers:
+                    message = (
+                        f"{text} is not one number for each query or head, and is not recorded"
+                    )
+                    self._warn(message, text)
+                    self._no_numbers[text] = None
                 continue
             sampled = reading.sampled and reading.whole is None and reading.every is None
             parts = block.chunk(len(places), 1) if len(places) > 1 else [block]
@@ -304,13 +307,13 @@ class StepCapture:
                 if not one or name in one or numbers != rounds[-1][3:]:
                     rounds.append((place, statistic, one := {}, *numbers))
                 one[name] = part
-        rounds.sort(key=itemgetter(0))  # a layer's calls are added up in their order
+        rounds.sort(key=itemgetter(0))  # calls of a layer are summed in order
         for _, statistic, one, some, every in rounds:
             self._sums.add(statistic, one, some, every)
 
     @property
     def why_nothing(self) -> str:
-        """Return why nothing was added up, as a clause."""
+        """Return the reason why nothing was captured, as a clause."""
         reasons = [] if self.forwards else list(self._other_forwards)
         if self._not_meant and not self.forwards and not reasons:
             reasons.append(why_left_out(self.modules, self._not_meant))
@@ -326,14 +329,14 @@ class StepCapture:
 
     @property
     def largest(self) -> str | None:
-        """The statistic that holds the largest scores; −inf where they are not above its limit."""
+        """The metric of largest scores; −inf for heads that are not above its limit."""
         wanted = next((s for s in self._wanted.of_all if isinstance(s, MaxLogit)), None)
         return None if wanted is None else wanted.names[0]
 
     @property
     def maxima(self) -> dict[str, Tensor]:
-        """The largest score of each head `[H]` by module, where they were all taken."""
-        return {name: x[0] for name, x in self.sums.kept.get("max_logit", {}).items()}
+        """The largest score of each head `[H]` by module, if all were captured."""
+        return {name: x[0] for name, x in self.sums.parts.get("max_logit", {}).items()}
 
 
 _ALL = Looking()
@@ -344,12 +347,12 @@ _ELSEWHERE = "a forward in another thread than that of the last step"
 
 
 def not_monitored(name: str, why: str) -> str:
-    """Say why a module is not among those that are recorded."""
+    """Return the reason why a module is not recorded, in words."""
     return f"{name or 'the model'} is not monitored: {why}"
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Whether gradients are off because a checkpoint of the reentrant kind runs the forward."""
+    """Return True if gradients are off because a reentrant checkpoint runs the forward."""
     inside, frame = CheckpointFunction.forward.__code__, sys._getframe(1)
     while frame is not None:
         if frame.f_code is inside:

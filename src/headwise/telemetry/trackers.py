@@ -1,4 +1,4 @@
-"""Experiment trackers: a scalar a layer and a histogram a statistic, never a scalar a head."""
+"""Experiment trackers: a scalar for each layer and a histogram for each metric."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from .figures import Array, Figures, Heads
+from .figures import Array, HeadMetrics, Heads
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Is told of what was recorded."""
+    """A logger of recorded metrics."""
 
     def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
-        """Log `scalars` by tag, a number a layer, and `heads`, every head's figure by tag."""
+        """Log `scalars` by tag, a number for each layer, and `heads`, the values of all heads."""
 
 
 def as_tracker(given: Any) -> Tracker:
-    """What logs to a TensorBoard `SummaryWriter`, a run of W&B or trackio, or a function.
+    """Return a tracker for a TensorBoard `SummaryWriter`, a W&B or trackio run, or a function.
 
-    A function is called as `function(scalars, step=step)`, as `mlflow.log_metrics` is.
+    A function is called as `function(scalars, step=step)`, like `mlflow.log_metrics`.
 
     Raises:
-        ValueError: none of these.
+        ValueError: another type.
     """
     if hasattr(given, "add_scalar") and hasattr(given, "add_histogram"):
         return partial(_tensorboard, given)
@@ -49,9 +49,9 @@ def _is(given: Any, name: str) -> bool:
 
 
 def logged(
-    figures: Mapping[str, Figures], heads: Heads
+    figures: Mapping[str, HeadMetrics], heads: Heads
 ) -> tuple[dict[str, float], dict[str, Array]]:
-    """The scalars and the heads that trackers are told of: finite figures alone."""
+    """Return the scalars and the values of heads to log: finite ones only."""
     scalars, every = {}, {}
     for name, one in figures.items():
         for layer, value in zip(heads, one.of_layers(heads), strict=True):
@@ -73,7 +73,7 @@ def _tensorboard(
 
 
 def _wandb(run: Any) -> Tracker:
-    """Log against `headwise/step`, so that the run's own steps are left alone."""
+    """Log against `headwise/step`, so that the steps of the run do not change."""
     defined = False
 
     def log(step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:

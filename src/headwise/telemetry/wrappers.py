@@ -1,4 +1,4 @@
-"""Wrappers around modules (DDP, `torch.compile`, checkpoints, FSDP), and names without theirs."""
+"""Wrappers around modules (DDP, `torch.compile`, checkpoints, FSDP), and names without them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 from ..capture.adapters.graphs import uncompiled_module
 
 _HOLDING = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""By what names wrappers hold the module that they run, and nothing else does."""
+"""The attribute names by which only wrappers hold their module."""
 
 _PREFIX = re.compile(rf"(^|\.)({'|'.join(('module', *_HOLDING))})\.")
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a module's qualified name, less what wrappers put into it.
+    """Return the qualified name of a module without the parts of wrappers.
 
     >>> plain_name(nn.Sequential(nn.DataParallel(nn.Linear(2, 3))), "0.module")
     '0'
@@ -29,14 +29,14 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """The module itself, out of all its wrappers: their training mode may be stale."""
+    """Return the module inside all wrappers, whose training mode may be stale."""
     while part := _wrapped(module):
         module = module.get_submodule(part)
     return module
 
 
 def _wrapped(module: nn.Module) -> str:
-    """By what name a wrapper holds the module that it runs; empty of other modules."""
+    """Return the attribute name by which a wrapper holds its module; "" for other modules."""
     for name in _HOLDING:
         if name in module._modules:
             return name
@@ -46,7 +46,7 @@ def _wrapped(module: nn.Module) -> str:
 
 
 def bare_name(name: str) -> str:
-    """A name without what wrappers put into it.
+    """Return a name without the parts of wrappers.
 
     >>> bare_name("module.layers.0._checkpoint_wrapped_module.attn"), bare_name("module")
     ('layers.0.attn', 'module')

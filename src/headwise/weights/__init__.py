@@ -1,1 +1,1 @@
-"""Attention weights between layouts, and on disk."""
+"""Conversion of attention weights between layouts, and model folders."""

@@ -1,9 +1,9 @@
-"""Weights of attention from any known layout to any other, exactly.
+"""Convert attention weights from any known layout to any other, exactly.
 
 Every layout is read into the same parts (`packing`) and written from them. Numbers only change
-places, so a way there and back is exact to the bit. Two things that say nothing are added where a
-target wants them, and left out where it has no place for them: a bias of zeros, and an output
-projection that is the identity. Anything else that a target cannot hold is refused.
+places, so converting there and back is exact. A bias of zeros and an identity output projection
+change nothing: they are added if the target needs them and dropped if it cannot hold them.
+Everything else that a target cannot hold is refused.
 """
 
 from __future__ import annotations
@@ -45,46 +45,39 @@ def convert(
     rotary_dim: int | None = None,
     qk_norm_eps: float | None = None,
 ) -> dict[str, Any]:
-    """Return the same attention under another implementation's names, shapes and orders.
+    """Convert attention weights to the names, shapes and orders of another implementation.
 
     Args:
-        state: the weights of one layer, or of a whole model: names to tensors (NumPy and JAX arrays
-            and nested lists are taken too). Of a model, every attention layer is converted
-            where it stands; other tensors go through as they are, under their own names
-            (renamed where source and target are of one family: `gpt2` and `nanogpt`, `llama` and
-            `llama_meta`).
-        source: the layout of `state`; default: what `detect_layout` finds.
-        target: the layout to write. The known ones are the rows of
-            `headwise.weights.layout_table.LAYOUTS`.
-        num_heads: query heads; needed where the shapes do not say.
-        num_kv_heads: key/value heads; the shapes nearly always say.
-        bias: for targets that can do with and without: True writes zeros where the source has
-            no biases, False leaves out those that are all zeros; default: as the source has them.
-        rotary_dim: how many leading features of each head the model rotates, for layouts that
-            differ in which of them turn as a pair: so many are moved, the others stay. Default:
-            all of a head's; needed where models of these names are known that rotate a part
-            (Pythia, StableLM, Nemotron). Of what turns neighbours already, 0: nothing is moved.
-        qk_norm_eps: the eps of the norms of queries and keys, where there are any: needed for
-            target `headwise`, whose state holds it. Weights in other layouts do not: read it from
-            the model's `config.json`, or write it there, as `rms_norm_eps`.
+        state: names to tensors (or NumPy and JAX arrays, or nested lists) of one layer or of a
+            model. In a model every attention layer is converted in place; other tensors are
+            copied, and renamed within a family (`gpt2` and `nanogpt`, `llama` and `llama_meta`).
+        source: the layout of `state`; by default detected.
+        target: the layout to write: a key of `headwise.weights.layout_table.LAYOUTS`.
+        num_heads: the number of query heads, if the shapes do not determine it.
+        num_kv_heads: the number of key/value heads, if the shapes do not determine it.
+        bias: for targets with optional biases: True adds zeros, False drops biases of zeros;
+            by default as in the source.
+        rotary_dim: the number of leading features of each head that the model rotates, if source
+            and target pair them differently; default all. Required for names that are also used
+            by models with partial rotation (Pythia, StableLM, Nemotron). 0 moves none.
+        qk_norm_eps: the eps of the norms of queries and keys. Required for target `headwise`, whose
+            state holds it; other layouts keep it in `config.json`, as `rms_norm_eps`.
 
-    Names do not always tell which features a model rotates: those of Cohere, Ernie 4.5 and Helium
-    have Llama's names and turn neighbours. Under headwise's names they take
-    `RoPE(…, interleaved=True)`, for `llama_meta` they need `rotary_dim=0`. Nor do the names of one
-    layer always tell which norms it has. Qwen 3's are RMS norms times the weight; with the same
-    names, Gemma 3's and Step 3.5's multiply by 1 + weight (add 1 to those first), and Gemma 3n and
-    Gemma 4 also normalize values, which no layout has a place for. `convert_file` and
-    `headwise convert` read all of this from the `config.json` beside the weights.
+    Names do not always determine the rotation: Cohere, Ernie 4.5 and Helium have Llama's names but
+    rotate neighbouring features. In layout `headwise` they need `RoPE(…, interleaved=True)`, in
+    `llama_meta` `rotary_dim=0`. Names do not determine the norms either: the norms of Qwen 3
+    multiply by the weight, those of Gemma 3 and Step 3.5 by 1 + weight (add 1 to these weights
+    first), and Gemma 3n and Gemma 4 also normalize values, which no layout can hold. `convert_file`
+    and `headwise convert` read all of this from the `config.json` beside the weights.
 
     Returns:
-        Names to new tensors of the same dtype, for `load_state_dict`; nested lists of numbers
-        for `microgpt`. Mask buffers, which are no weights, are left out.
+        Names to new tensors of the same dtype, for `load_state_dict`; for `microgpt` nested lists.
+        Mask buffers are left out.
 
     Raises:
-        ValueError: an unknown layout (the known ones are listed); missing or extra names; shapes
-            that do not fit the head count; something the target cannot hold, such as a bias it
-            has no place for, grouped heads, or another output width; or names that do not say what
-            has to be known (nanoGPT's or GPTBigCode's, a rotation of a part, the eps of norms).
+        ValueError: an unknown layout; missing or extra names; shapes that do not fit the head
+            count; a part that the target cannot hold (a bias, grouped heads, another output width);
+            or an ambiguity (nanoGPT or GPTBigCode, partial rotation, the eps of norms).
 
     >>> import torch, headwise as hw
     >>> theirs = torch.nn.MultiheadAttention(12, num_heads=3, batch_first=True)
@@ -123,8 +116,8 @@ def converted(
     """Yield every tensor of the converted state, one layer at a time: (original name, name,
     tensor).
 
-    `names` are those of the whole state, in order; `load` gives the tensor of one. A layer's
-    tensors come where its first name stood.
+    `names` are those of the state, in order; `load` returns the tensor of a name. The tensors of a
+    layer come at the place of its first name.
     """
     begins, inside = {}, set()
     for layer in layers:
@@ -156,7 +149,7 @@ class Conversion:
     rotary_dim: int | None = None
     qk_norm_eps: float | None = None
     rotary_share: float | None = None
-    """The share of a head's features that is rotated, where that is known instead."""
+    """The rotated fraction of the features of a head, an alternative to `rotary_dim`."""
 
     def __post_init__(self) -> None:
         for name in (self.source, self.target):
@@ -208,7 +201,7 @@ def convert_layer(
 
     Raises:
         ValueError: shapes that do not fit the head count; something the target cannot hold; or
-            features to be moved, of which it is not known whether all are rotated.
+            features that must move, if it is unknown how many of them are rotated.
     """
     call = f"{conversion} at {layer.prefix!r}" if layer.prefix else str(conversion)
     parts, sizes = _read(layer, load, conversion, call)
@@ -230,11 +223,11 @@ def convert_layer(
 
 
 def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
-    """Add the eps of the norms of q and k where the target stores it, and drop it elsewhere.
+    """Add the eps of the norms of q and k if the target stores it; drop it otherwise.
 
     Raises:
-        ValueError: the target stores an eps, and neither the source nor the caller gives one; or
-            both do, and differ.
+        ValueError: the target stores an eps and neither source nor caller gives one, or they
+            differ.
     """
     eps, requested = [f"{part}_norm.eps" for part in "qk"], conversion.qk_norm_eps
     for name in eps:
@@ -248,10 +241,10 @@ def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
         return parts
     if requested is not None:
         return parts | {name: torch.tensor(requested, dtype=torch.float64) for name in eps}
-    if conversion.old.holds(eps[0]):  # weights that were saved without it leave the layer's own
+    if conversion.old.holds(eps[0]):  # a state without eps leaves that of the layer
         return parts
     raise ValueError(
-        f"{call}: the weights do not tell the eps of the norms of q and k; give "
+        f"{call}: the weights do not contain the eps of the norms of q and k; give "
         f"qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps in the model's {CONFIG}. The norms "
         f"must be RMS norms times the weight, as in Qwen 3: not times 1 + weight (Gemma 3), and "
         f"without norms of values (Gemma 3n, Gemma 4)"
@@ -259,7 +252,7 @@ def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
 
 
 def _origins(layer: LayerTensors) -> dict[str, str]:
-    """Return the state's name for each part, the first head's where each head has its own."""
+    """Return the name of each part in the state; for single heads, that of the first head."""
     return {
         part: layer.where[name][0]
         for name, (held, _) in layer.form.tensors.items()

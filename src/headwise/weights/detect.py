@@ -19,19 +19,19 @@ from .packing import axes_of
 
 Shape = tuple[int, ...]
 
-# A converted layer keeps the neighbours that it had, so every layout knows those of all.
-BESIDE = tuple(start for layout in LAYOUTS.values() for start in layout.beside)
+# A converted layer keeps the names beside it, so each layout ignores those of all layouts.
+BESIDE = tuple(start for layout in LAYOUTS.values() for start in layout.ignored)
 
 
 def detect_layout(state: Mapping[str, Any]) -> str:
-    """Return the name of the layout in which a layer's or a model's attention is stored.
+    """Return the name of the layout of the attention layers in a state.
 
     Args:
         state: names to tensors, arrays or nested lists.
 
     Raises:
-        ValueError: no known layout has these names and shapes; the known ones are listed. Or two
-            have them and mean different things by them, as nanoGPT and GPTBigCode may.
+        ValueError: no known layout has these names and shapes; the known ones are listed. Or the
+            layout is ambiguous, as between nanoGPT and GPTBigCode.
 
     >>> import torch, headwise as hw
     >>> hw.detect_layout(torch.nn.MultiheadAttention(12, 3).state_dict())
@@ -42,10 +42,10 @@ def detect_layout(state: Mapping[str, Any]) -> str:
     return detect_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
-def detect_shapes(shapes: Mapping[str, Shape], meant: str | None = None) -> str:
+def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> str:
     """Detect the layout from names and shapes alone.
 
-    Of two layouts that have the same, it is the one that is `meant`, if somebody else can tell.
+    `expected` chooses between two layouts with the same names and shapes.
     """
     best: tuple[int, str] | None = None
     nearly: list[str] = []
@@ -63,8 +63,8 @@ def detect_shapes(shapes: Mapping[str, Shape], meant: str | None = None) -> str:
         if best is None or score > best[0]:
             best = score, layout.name
         elif layout.twin is not None and best == (score, layout.twin[0]):
-            best = score, _told_apart(layout, layers, shapes, meant)
-    # A layout that only has no place for something is nearer than one that misses something.
+            best = score, _resolve_twin(layout, layers, shapes, expected)
+    # An unexpected name is closer to a match than a missing name.
     for sign in (
         "norms of q and k",
         "has an adapter",
@@ -83,18 +83,21 @@ def detect_shapes(shapes: Mapping[str, Shape], meant: str | None = None) -> str:
     return best[1]
 
 
-def _told_apart(
-    layout: Layout, layers: Iterable[LayerTensors], shapes: Mapping[str, Shape], meant: str | None
+def _resolve_twin(
+    layout: Layout,
+    layers: Iterable[LayerTensors],
+    shapes: Mapping[str, Shape],
+    expected: str | None,
 ) -> str:
-    """Return the one of two layouts with the same names that it is: this one, or its twin.
+    """Return this layout or its twin, which has the same names.
 
     Raises:
-        ValueError: it may be either, and they mean different things.
+        ValueError: it may be either.
     """
     assert layout.twin is not None
     other, why = layout.twin
-    if meant in (layout.name, other):
-        return meant
+    if expected in (layout.name, other):
+        return expected
     for layer in layers:
         held = {
             parts: group[0]
@@ -116,13 +119,13 @@ class LayerTensors:
     """The tensors of one attention layer in a state.
 
     Attributes:
-        prefix: what its names begin with; empty where the state is one layer's.
-        form: the form its layout has there.
-        where: the state's names for each of the form's tensors, one a head where heads have
-            tensors of their own.
-        names: all names that belong to it, masks too.
+        prefix: the common start of its names; empty for the state of one layer.
+        form: the form of its layout.
+        where: the names in the state for each tensor of the form, one for each head if heads have
+            their own tensors.
+        names: all its names, including masks.
         first: the first of them in the state.
-        near: those of the names in the layout's `partial` that stand beside it.
+        near: those names in the layout's `partial` that are beside it.
     """
 
     layout: Layout
@@ -135,7 +138,7 @@ class LayerTensors:
 
     @property
     def partial(self) -> str | None:
-        """Models that have its names and those beside it, and may rotate a part of each head."""
+        """Models with these names and names beside them that may rotate a part of each head."""
         return next(
             (models for name, models in self.layout.partial.items() if name in self.near), None
         )
@@ -145,8 +148,7 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], call: str) -> list[
     """Find every attention layer of a layout in a state.
 
     Raises:
-        ValueError: there is none, or one has missing names, names that do not belong to it, or
-            shapes that contradict each other.
+        ValueError: there is none; or one has missing or extra names, or contradictory shapes.
     """
     prefixes: dict[str, None] = {}
     for form in layout.forms:
@@ -168,7 +170,7 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], call: str) -> list[
 def _refuse_adapters(
     layout: Layout, pattern: re.Pattern[str], shapes: Mapping[str, Shape], call: str
 ) -> None:
-    """Raise ValueError for a projection in an adapter of PEFT's, whose other part is beside it."""
+    """Raise ValueError for a projection inside a PEFT adapter."""
     for name in shapes:
         bare = name.replace(".base_layer.", ".")
         if bare != name and pattern.fullmatch(bare):
@@ -209,13 +211,13 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) 
     for name, group in where.items():
         if "{n}" in name and (gap := _gap(name, prefix, group)):
             raise ValueError(f"{call}: layout {layout.name!r} numbers its heads from 0; here {gap}")
-    beside = "".join(prefix.rstrip("./").rpartition(".")[:2])
+    parent = "".join(prefix.rstrip("./").rpartition(".")[:2])
     for name, why in layout.other_norms.items():
-        if "q_norm.weight" in where and beside + name in shapes:
+        if "q_norm.weight" in where and parent + name in shapes:
             raise ValueError(
                 f"{call}: the norms of q and k{at} are not those of layout {layout.name!r}: {why}"
             )
-    near = {name for name in layout.partial if not name or beside + name in shapes}
+    near = {name for name in layout.partial if not name or parent + name in shapes}
     first = next(name for name in shapes if name in names)
     layer = LayerTensors(layout, prefix, form, where, frozenset(names), first, frozenset(near))
     _agree(layer, shapes, call)
@@ -225,7 +227,7 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) 
 def _match(
     form: LayerForm, names_here: Mapping[str, str]
 ) -> tuple[LayerForm, dict[str, tuple[str, ...]], list[str]]:
-    """Match the state's names to the form's tensors; return those that are missing too."""
+    """Match the names of a state to the tensors of a form; return the missing ones too."""
     where: dict[str, tuple[str, ...]] = {}
     for name in form.tensors:
         pattern, matches = named_as(name), []
@@ -255,8 +257,7 @@ def _gap(name: str, prefix: str, group: tuple[str, ...]) -> str | None:
 
 @cache
 def named_as(name: str) -> re.Pattern[str]:
-    """Return a pattern of the names that a form's tensor has in states; `.` and `/` both separate
-    names."""
+    """Return a pattern for the names of a tensor in states, with `.` or `/` as separators."""
     text = (
         re.escape(name).replace(r"\{n\}", r"(?P<n>\d+)").replace("/", r"\.").replace(r"\.", "[./]")
     )
@@ -312,27 +313,26 @@ def tensor_of(name: str, value: Any, call: str) -> Tensor:
             raise ValueError(f"{call}: {name} is no matrix of numbers") from None
     if hasattr(value, "__array__"):
         array = np.array(value)
-        if array.dtype.name == "bfloat16":  # which NumPy itself does not know
+        if array.dtype.name == "bfloat16":  # NumPy itself does not have it
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(array)
     raise ValueError(f"{call}: {name} is a {type(value).__name__}, and no tensor or array")
 
 
 def _numbers(value: Any) -> Any:
-    """Return nested lists of plain numbers; a value with `data`, such as a scalar autograd's, gives
-    that."""
+    """Return nested lists of plain numbers; a scalar with an attribute `data` gives that."""
     if isinstance(value, list | tuple):
         return [_numbers(item) for item in value]
     return float(getattr(value, "data", value))
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the first of many names."""
+    """Return the first six names."""
     return and_more(list(names), 6) or "none"
 
 
 def _looks_like(layout: Layout, shapes: Mapping[str, Shape], call: str) -> str:
-    """Return a hint at another layout; empty if there is none, and while detecting."""
+    """Return a hint at another layout; empty if there is none, or during detection."""
     if not call:
         return ""
     try:

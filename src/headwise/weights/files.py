@@ -1,7 +1,7 @@
-"""Converting weights in safetensors files, layer by layer: no model has to fit into memory.
+"""Convert weights in safetensors files layer by layer, without the whole model in memory.
 
-A file is read twice: once to convert everything and learn the shapes of what comes out, so that
-nothing is written before everything is known to fit; and once more to write it.
+Each file is read twice: first to convert everything, so that errors occur before anything is
+written and the shapes are known; then to write it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .folders import CONFIG, INDEX, WEIGHTS, check_values, weight_files
 from .layout_table import LAYOUTS
 from .model_config import ModelConfig
 
-# What safetensors calls PyTorch's dtypes.
+# The names of PyTorch's dtypes in safetensors.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,12 +52,12 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        source: the layout it was in.
-        target: the layout it is in now.
-        layers: attention layers converted.
-        tensors: tensors written.
-        bytes: of all tensors together.
-        files: what was written.
+        source: the layout before.
+        target: the layout after.
+        layers: the number of converted attention layers.
+        tensors: the number of tensors.
+        bytes: the size of all tensors.
+        files: the paths of the files.
     """
 
     source: str
@@ -70,7 +70,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class _PlannedTensor:
-    """One tensor that will be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,19 +101,17 @@ def convert_file(
     Args:
         source_path: a `.safetensors` file, or a folder with `model.safetensors` or with shards
             and their `model.safetensors.index.json`.
-        target_path: a `.safetensors` file to write, or a folder to be made.
+        target_path: a `.safetensors` file to write, or a folder to create.
         source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps: as
-            `headwise.convert` takes them. Head counts, the rotated features, the eps of norms and a
-            layout that names do not tell are also read from a `config.json` beside the weights.
-        shard_bytes: a folder's weights are cut into files of at most so many bytes (a larger
-            tensor has a file of its own).
-        overwrite: replace a file that is there, or write into a folder that holds something.
-        report: is told the share of the work that is done.
+            in `headwise.convert`. Defaults are read from a `config.json` beside the weights.
+        shard_bytes: the maximal size of each file in a folder (a larger tensor has its own file).
+        overwrite: replace an existing file, or write into a folder that is not empty.
+        report: called with the completed fraction of the work.
 
     Raises:
-        ValueError: what `headwise.convert` refuses; files that are no safetensors; a target that
-            is there already; a source that is not what the config says.
-        OSError: what the file system refuses. Whatever goes wrong, nothing half-written is left.
+        ValueError: errors of `headwise.convert`; a file that is not safetensors; an existing
+            target; a source that contradicts the config.
+        OSError: the file system fails. No partial files are left after any error.
     """
     source_path, target_path = Path(source_path), Path(target_path)
     _check_target(source_path, target_path, overwrite)
@@ -125,7 +123,7 @@ def convert_file(
                     f"{target_path}: is not empty; name a new folder, or say --overwrite"
                 )
         tensors = _Stored(source_path, stack)
-        config = ModelConfig.beside(source_path)
+        config = ModelConfig.read_beside(source_path)
         if source is None:
             source = detect_shapes(tensors.shapes, config.layout)
         heads, kv_heads = num_heads or config.num_heads, num_kv_heads or config.num_kv_heads
@@ -170,9 +168,9 @@ def convert_file(
 
 
 class _Stored:
-    """The tensors of one safetensors file or of many shards, read when asked for.
+    """The tensors of one safetensors file or of shards, read on demand.
 
-    Those that are `weights` may hold no NaN; others go through as they are.
+    `weights` may not hold NaN; other tensors are not checked.
     """
 
     weights: Collection[str] = ()
@@ -220,7 +218,7 @@ def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
     """Add the rotation and the eps of the config beside the weights to a conversion.
 
     Raises:
-        ValueError: it tells another source, or a rotation that differs from layer to layer.
+        ValueError: it contradicts the source, or the rotation differs between layers.
     """
     twin = None if config.layout is None else LAYOUTS[config.layout].twin
     if twin is not None and conversion.source == twin[0]:
@@ -237,7 +235,7 @@ def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
         shares = ", ".join(f"{share:g}" for share in sorted(config.rotary_shares))
         raise ValueError(
             f"{conversion}: the rotated features of a head go to other places, and by {CONFIG} "
-            f"layers rotate different shares of a head ({shares}), which are not told apart here"
+            f"layers rotate different shares of a head ({shares}), which one conversion cannot do"
         )
     share = next(iter(config.rotary_shares), None)
     return replace(conversion, rotary_dim=config.rotary_dim, rotary_share=share)
@@ -293,9 +291,9 @@ def _write(
     tensors: Callable[[list[_PlannedTensor]], Iterator[Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write one safetensors file, a tensor at a time; the library's own writer needs all at once.
+    """Write one safetensors file tensor by tensor; `save_file` needs all of them in memory.
 
-    The format: the header's length as eight bytes, the header as JSON, the tensors' bytes.
+    The format: the length of the header in eight bytes, the header as JSON, the tensors' bytes.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0

@@ -1,8 +1,7 @@
-"""Folders of models as Hugging Face lays them out: reading, checking and writing.
+"""Model folders in the format of Hugging Face: reading, checking and writing.
 
-A folder holds `config.json`, the weights in `model.safetensors` (or in shards that
-`model.safetensors.index.json` lists) and `tokenizer.json`. Every fault is a `FolderError` of one
-line that names the folder, what is wrong with it and what to do.
+A folder holds `config.json`, the weights in `model.safetensors` (or in shards listed by
+`model.safetensors.index.json`) and `tokenizer.json`. Every error is a `FolderError` of one line.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 
 LARGEST_WEIGHT = 2.0**64
-"""No trained weight is as large: float32 cannot hold its square. A flipped bit makes such ones."""
+"""The bound of valid weights: float32 cannot hold the square. Flipped bits exceed it."""
 
 SIZE_FACTOR = 4
-"""How many times as many weights as its files hold a config may call for."""
+"""The largest ratio of the weights that a config needs to those in the files."""
 
 
 class FolderError(ValueError):
@@ -183,10 +182,10 @@ def check_values(tensor: Tensor, where: str) -> Tensor:
 
 
 def check_size(called: int, held: int, where: str) -> None:
-    """Compare the weights that a config calls for with those in the files, before any is allocated.
+    """Compare the number of weights that a config needs with that in the files, before allocation.
 
     Raises:
-        FolderError: it calls for far more.
+        FolderError: it needs far more.
     """
     if called > SIZE_FACTOR * held:
         raise FolderError(
@@ -209,7 +208,7 @@ def write_folder(
         FolderError: the folder cannot be created or written.
     """
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
-    # `format` tells transformers that the tensors are PyTorch's.
+    # transformers requires `format`.
     writers: dict[str, Callable[[Path], object]] = {
         CONFIG: lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
         WEIGHTS: lambda path: write_tensors(path, tensors, {"format": "pt"}),
@@ -221,10 +220,10 @@ def write_folder(
 
 
 def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> None:
-    """Let each writer fill a temporary file, then put all of them in place.
+    """Call each writer with a temporary file, then move all files to their places.
 
     Raises:
-        FolderError: the folder cannot be created or written; what was there before is untouched.
+        FolderError: the folder cannot be created or written; existing files are then unchanged.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +237,7 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
 
 @contextmanager
 def only_run(folder: Path) -> Iterator[None]:
-    """Create `folder` and keep others from writing into it, as `only_writer` does.
+    """Create `folder` and lock it against other writers, as `only_writer` does.
 
     Raises:
         FolderError: another run is writing into it, or it cannot be created or written.

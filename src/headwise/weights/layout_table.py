@@ -1,18 +1,18 @@
 """Weight layouts as data: how each implementation of multi-head attention stores its weights.
 
-A layout is a row of `LAYOUTS`. It says, for every tensor, which parts it holds (`q.weight`,
-`qkv.bias`, `out.weight` …) and how they lie, as an einops pattern over these letters:
+A layout is a row of `LAYOUTS`. For every tensor it names the parts that the tensor holds
+(`q.weight`, `qkv.bias`, `out.weight` …) and their order, as an einops pattern over these letters:
 
     n  heads of that part (query heads for q and out, key/value heads for k and v)
     d  width of one head
     i  width of the part's input
     o  width of the layer's output
-    p  which of q, k and v, where one tensor holds several: outermost `(p n d)` is q|k|v, `(n p d)`
+    p  the part, if one tensor holds several of q, k and v: outermost `(p n d)` is q|k|v, `(n p d)`
        is head by head (with grouped heads: group by group, a group's queries, then k, then v),
        innermost `(n d p)` is interleaved
 
-So `nn.Linear` is `(n d) i` and GPT-2's Conv1D `i (n d)`. `{n}` in a name is the head's number where
-every head has tensors of its own. A new implementation is a new row; `convert` does the rest.
+So `nn.Linear` is `(n d) i` and GPT-2's Conv1D `i (n d)`. `{n}` in a name is the number of the head,
+if heads have their own tensors. To add an implementation, add a row.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _ROWS = (
                 | {"attn_wo": ("out.weight", "o (n d)")}
             ),
         ),
-        beside=("mlp_",),
+        ignored=("mlp_",),
         lists=True,
     ),
     Layout(
@@ -286,7 +286,7 @@ _ROWS = (
         "bert",
         "Hugging Face's BERT and its kin: query, key, value and output.dense",
         (LayerForm(_linears("self.query", "self.key", "self.value", "output.dense")),),
-        beside=("output.LayerNorm.",),
+        ignored=("output.LayerNorm.",),
         home="attention",
     ),
     Layout(

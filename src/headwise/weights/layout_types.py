@@ -1,4 +1,4 @@
-"""What a weight layout is made of: sizes, rules about them, the tensors of a layer, a row."""
+"""The types of weight layouts: sizes, rules about them, the tensors of a layer, a row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class SizeRule:
-    """A condition on the sizes of a layer, and a phrase for sizes that do not meet it."""
+    """A condition on the sizes of a layer, and a phrase for sizes that violate it."""
 
     holds: Callable[[LayerSizes], bool]
     phrase: str
@@ -86,7 +86,7 @@ OUT_AS_WIDE_AS_HEADS = SizeRule(
 PLAIN = (EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, HEADS_FILL_WIDTH, KEEPS_WIDTH)
 """The rules of an ordinary layer: one width everywhere, no grouped heads."""
 FREE_HEADS = (VALUES_AS_WIDE, ONE_INPUT, KEEPS_WIDTH)
-"""The rules of today's decoders: grouped heads, and heads of any width."""
+"""The rules of current decoders: grouped heads, and heads of any width."""
 
 ADDING_ONE = (
     "multiply by 1 + weight; add 1 to these weights, and give the layer without what is beside it "
@@ -100,7 +100,7 @@ WITHOUT_WEIGHTS = (
     "have no weights, so that no name shows them; add q_norm.weight and k_norm.weight of ones to "
     "the layers that have them, and give these without config.json"
 )
-"""What norms of queries and keys do in models where they are not RMS norms times the weight."""
+"""Descriptions of norms of queries and keys that are not RMS norms times the weight."""
 
 Tensors = dict[str, tuple[str, str]]
 
@@ -109,9 +109,9 @@ Tensors = dict[str, tuple[str, str]]
 class LayerForm:
     """The tensors of one attention layer: `name: (parts, pattern)`.
 
-    `optional` are groups of names that are there all together or not at all. `rules` say which
-    sizes the implementation can have. A form with a `home` is written where the layer's name in the
-    model ends in that, and only there.
+    `optional` are groups of names that occur together or not at all. `rules` are the sizes that the
+    implementation supports. A form with a `home` is written only if the name of the layer in the
+    model ends in it.
     """
 
     tensors: Tensors
@@ -122,37 +122,35 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class Layout:
-    """One row: a name, what it is, its forms, and what surrounds it in a whole model.
+    """One row: the name of a layout, its forms, and the other tensors of a whole model.
 
     Attributes:
-        forms: the first that fits is written; any of them is read.
-        rope: the order in which a head's rotated features lie: `half` (first halves of all pairs,
-            then second halves), `interleaved` (pair by pair), or None where nothing rotates them.
-        turns: whether query heads take their key/value heads in turn (head h reads `h % G`), as if
-            keys and values were repeated as a whole; else neighbours share one (`h // (H // G)`).
-        masks: names of masks and other buffers that are no weights; they are left out.
-        beside: starts of names that live among the layer's own and belong to something else.
-        home: the usual last part of the layer's name in a model.
+        forms: any of them is read; the first that fits is written.
+        rope: the order of the rotated features of a head: `half` (first halves of all pairs, then
+            second halves), `interleaved` (pair by pair), or None without rotation.
+        turns: True if query head h reads key/value head `h % G`, as if keys and values were
+            repeated as a whole; otherwise `h // (H // G)`.
+        masks: names of masks and other buffers that are not weights; they are left out.
+        ignored: prefixes of other names within a layer.
+        home: the usual last part of the name of the layer in a model.
         lists: weights are nested lists of numbers, not tensors.
-        model: names of a whole model's other tensors by their role, each with its orientation
-            (`i o` or `o i` for matrices, else empty); they are renamed and turned where source
-            and target both have them.
-        other_norms: of models that have these names, and norms that are not only RMS norms of q
-            and k times the weight: what stands beside the layer there, and what the norms do. The
-            first that is there counts.
-        partial: of models that have these names and may rotate a part of each head alone: what
-            stands beside the layer there, empty for any model, and which models those are.
-        twin: another layout of the same names and shapes, in which they mean something else where
-            there are as many key/value heads as query heads; and what tells the two apart.
+        model: the names of other tensors of a model by their role, each with the orientation of
+            matrices (`i o` or `o i`); roles of both source and target are renamed and transposed.
+        other_norms: names beside a layer with q_norm and k_norm, and the reason why its norms are
+            not those of the layout; the first match counts.
+        partial: names beside a layer (empty for any), and the models with them that may rotate only
+            a part of each head.
+        twin: another layout with the same names and shapes, which differs if there are as many
+            key/value heads as query heads; and the reason for the ambiguity.
     """
 
     name: str
-    what: str
+    description: str
     forms: tuple[LayerForm, ...]
     rope: str | None = None
     turns: bool = False
     masks: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     home: str | None = None
     lists: bool = False
     model: Mapping[str, tuple[str, str]] = field(default_factory=dict)

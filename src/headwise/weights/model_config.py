@@ -25,13 +25,13 @@ _SHARE_OF = {
     "persimmon": 0.5,
     "stablelm": 0.25,
 }
-"""The share of a head that a kind of model rotates where its config leaves it out."""
+"""The rotated share of a head by model type, if the config does not contain it."""
 
 _NEIGHBOURS = (
     "blt cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4v glm_ocr "
     "helium llama4 llama4_text moonshine moonshine_streaming"
 ).split()
-"""Kinds of models of transformers that have Llama's names and turn neighbouring features."""
+"""Model types of transformers with Llama's names that rotate neighbouring features."""
 
 
 _OTHER_NORMS = {
@@ -42,20 +42,20 @@ _OTHER_NORMS = {
     "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     WITHOUT_WEIGHTS: "llama4 llama4_text nanochat",
 }
-"""Kinds of models of transformers whose norms of q and k are not Qwen 3's, by what these do."""
+"""Model types of transformers whose norms of q and k differ from those of Qwen 3."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The attention options of a config, as far as it has them.
+    """The attention options in a config; None if missing.
 
     Attributes:
         num_heads, num_kv_heads: head counts.
-        layout: the layout of the weights, where another has the same names and shapes.
-        rotary_dim: how many features of each head are to be moved between orders of rotation.
-        rotary_shares: or which share of them; several where layers differ.
+        layout: the layout of the weights, if another one has the same names and shapes.
+        rotary_dim: the number of features of each head that move between orders of rotation.
+        rotary_shares: or the share of them; several if layers differ.
         qk_norm_eps: the eps of norms of queries and keys.
-        other_norms: what these norms do, where they are not RMS norms times the weight.
+        other_norms: a description of norms that are not RMS norms times the weight.
     """
 
     num_heads: int | None = None
@@ -67,8 +67,8 @@ class ModelConfig:
     other_norms: str | None = None
 
     @classmethod
-    def beside(cls, weights: Path) -> ModelConfig:
-        """Read the config beside a file of weights or in a folder, if there is one."""
+    def read_beside(cls, weights: Path) -> ModelConfig:
+        """Read the config beside a weight file or in a folder, if there is one."""
         path = (weights if weights.is_dir() else weights.parent) / CONFIG
         try:
             config = json.loads(path.read_text()) if path.is_file() else None
@@ -84,7 +84,9 @@ class ModelConfig:
         frozenset({0.25})
         """
         kind = config.get("model_type")
-        other = next((what for what, kinds in _OTHER_NORMS.items() if kind in kinds.split()), None)
+        other = next(
+            (effect for effect, kinds in _OTHER_NORMS.items() if kind in kinds.split()), None
+        )
         turned = 0 if kind in _NEIGHBOURS else _first(config, ("rotary_dim",), int)
         return cls(
             _first(config, _HEADS, int),
@@ -98,7 +100,7 @@ class ModelConfig:
 
 
 def _shares(config: Mapping[str, Any], kind: object) -> frozenset[float]:
-    """Return the shares of a head that layers rotate, if a config or its kind gives them."""
+    """Return the rotated shares of a head in all layers, from a config or its model type."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     scaling = scaling if isinstance(scaling, Mapping) else {}
     each = [one for one in scaling.values() if isinstance(one, Mapping)] or [scaling]
@@ -111,6 +113,6 @@ def _shares(config: Mapping[str, Any], kind: object) -> frozenset[float]:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
-    """Return the value of the first of these names that is a number of that kind."""
+    """Return the first of these entries that is a number of that type."""
     kinds = (int, float) if kind is float else (int,)
     return next((config[name] for name in names if type(config.get(name)) in kinds), None)

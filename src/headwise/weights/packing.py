@@ -1,4 +1,4 @@
-"""One attention layer's weights as parts, and the stored tensors that hold them.
+"""The weights of one attention layer as parts, and the stored tensors that hold them.
 
 Parts are always `q.weight`, `k.weight`, `v.weight` `[n, d, i]`, their biases `[n, d]`, `out.weight`
 `[o, n, d]`, `out.bias` `[o]` and the norms' weights `[d]`, with rotated features in halves. The
@@ -31,10 +31,10 @@ def sizes_of(
     num_kv_heads: int | None,
     call: str,
 ) -> LayerSizes:
-    """Return the sizes that shapes and head counts give together.
+    """Return the sizes that follow from shapes and head counts.
 
     Raises:
-        ValueError: they contradict each other, or do not say enough.
+        ValueError: they contradict each other or are not sufficient.
     """
     axes: dict[tuple[str, ...], tuple[int, str]] = {}  # (part, letters…) -> length, name
     for name, (parts, pattern) in patterns.items():
@@ -45,11 +45,11 @@ def sizes_of(
     def length(*key: str) -> int | None:
         return axes[key][0] if key in axes else None
 
-    def share(rows: int, of: int, key: tuple[str, ...], what: str) -> int:
+    def share(rows: int, of: int, key: tuple[str, ...], argument: str) -> int:
         if of < 1 or rows % of:
             name = axes[key][1]
             raise ValueError(
-                f"{call}: {name} {list(tensors[name].shape)} does not fit {what}={of}: "
+                f"{call}: {name} {list(tensors[name].shape)} does not fit {argument}={of}: "
                 f"{rows} rows are no multiple of it"
             )
         return rows // of
@@ -154,7 +154,7 @@ def write(
 
 
 def forms_at(layout: Layout, prefix: str) -> list[LayerForm]:
-    """Return the forms that a layer of that prefix may be written in, the likeliest first."""
+    """Return the forms in which a layer of that prefix may be written, the most likely first."""
     name = prefix.rstrip("./")
     at_home = [form for form in layout.forms if form.home and name.endswith(form.home)]
     return at_home + [form for form in layout.forms if form.home is None]
@@ -163,17 +163,16 @@ def forms_at(layout: Layout, prefix: str) -> list[LayerForm]:
 def refusals(
     parts: Parts, sizes: LayerSizes, form: LayerForm, origins: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return phrases for everything that a form cannot hold; `origins` are the names that parts
-    had."""
+    """Return phrases for everything that a form cannot hold; `origins` are original names."""
     refused = [phrase for rule in form.rules if (phrase := rule.refusal(sizes)) is not None]
     places = {part for held, _ in form.tensors.values() for part in parts_of(held)}
     for part, tensor in parts.items():
-        if part not in places and not _says_nothing(part, tensor):
+        if part not in places and not _is_neutral(part, tensor):
             refused.append(f"{_long(part)} ({(origins or {}).get(part, part)})")
     return refused
 
 
-def _says_nothing(part: str, tensor: Tensor) -> bool:
+def _is_neutral(part: str, tensor: Tensor) -> bool:
     """Return True if adding or removing a part changes nothing."""
     if part.endswith(".bias"):
         return _empty_bias(part, tensor)
@@ -199,7 +198,7 @@ def _long(part: str) -> str:
 
 
 def written(parts: Parts, sizes: LayerSizes, form: LayerForm) -> Iterable[tuple[str, Tensor]]:
-    """Yield every tensor of a form, its optional groups only if they hold something."""
+    """Yield every tensor of a form; optional groups only if they have a part."""
     for name, (held, pattern) in form.tensors.items():
         group = next((group for group in form.optional if name in group), None)
         if group is not None and not any(
@@ -215,7 +214,7 @@ def written(parts: Parts, sizes: LayerSizes, form: LayerForm) -> Iterable[tuple[
 
 
 def _packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
-    """Return one stored tensor, made of the parts it holds."""
+    """Return one stored tensor, packed from its parts."""
     which, kind = held.split(".")
     if which == "out" or "norm" in which:
         if held not in parts:
@@ -247,7 +246,7 @@ def _packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
 def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: LayerSizes) -> Tensor:
     """Return a factor for each head in a stored tensor of q, k and v; it broadcasts to the tensor.
 
-    `factors` are `[n]`, by part; a part that is not among them stays as it is.
+    `factors` are `[n]`, by part; parts without a factor are not scaled.
     """
     which, kind = held.split(".")
     parts: Parts = {}
@@ -271,12 +270,12 @@ def _neutral(part: str, parts: Parts, sizes: LayerSizes) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return a dense copy that shares memory with nothing."""
+    """Return a dense copy with its own memory."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def with_bias(parts: Parts, sizes: LayerSizes, bias: bool) -> Parts:
-    """Add zeros for every bias that is missing, or remove biases that are all zeros."""
+    """Add zeros for every missing bias, or remove biases of zeros."""
     if not bias:
         return {name: tensor for name, tensor in parts.items() if not _empty_bias(name, tensor)}
     names = (f"{part}.bias" for part in ("q", "k", "v", "out"))
@@ -286,10 +285,10 @@ def with_bias(parts: Parts, sizes: LayerSizes, bias: bool) -> Parts:
 def reorder(parts: Parts, old: str | None, new: str | None, rotated: int | None, call: str) -> None:
     """Reorder the features of q and k for the target's rotation; None is `half`.
 
-    Of each head the first `rotated` features are rotated, by default all; others stay.
+    The first `rotated` features of each head are rotated, by default all; the others stay.
 
     Raises:
-        ValueError: heads of an odd width have no pairs, or not as many features as are rotated.
+        ValueError: an odd number of rotated features, or more than the heads have.
     """
     before, after = (order or "half" for order in (old, new))
     if before == after:
@@ -312,9 +311,9 @@ def reorder(parts: Parts, old: str | None, new: str | None, rotated: int | None,
 
 
 def regroup(parts: Parts, sizes: LayerSizes, old: bool, new: bool) -> None:
-    """Reorder the query heads for the way that the target's heads share keys and values.
+    """Reorder the query heads for the sharing of keys and values in the target.
 
-    `old` and `new` are the layouts' `turns`.
+    `old` and `new` are `turns` of the layouts.
     """
     groups, shared = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
     if old == new or 1 in (groups, shared):
@@ -333,7 +332,7 @@ def axes_of(pattern: str) -> list[tuple[str, ...]]:
 
 
 def _order(pattern: str) -> tuple[tuple[str, ...] | None, str]:
-    """Return the letters of the axis that packs q, k and v, and each one's own pattern."""
+    """Return the letters of the axis that packs q, k and v, and the pattern of each part."""
     order = next((letters for letters in axes_of(pattern) if "p" in letters), None)
     return order, pattern if order is None else pattern.replace(" ".join(order), "n d")
 

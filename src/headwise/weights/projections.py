@@ -22,12 +22,12 @@ _OF_QUERIES_OR_KEYS = re.compile(
 
 
 class QueryKeyProjections(ABC):
-    """The tensors from which one attention layer makes its queries and keys, by their names.
+    """The tensors of one attention layer that project queries and keys, by their names.
 
     Attributes:
         own: the names of all tensors of the layer.
-        queries, keys: the names of those that hold queries, and keys.
-        num_heads, num_kv_heads: how many heads of each there are.
+        queries, keys: the names of the tensors with queries, and with keys.
+        num_heads, num_kv_heads: the numbers of their heads.
     """
 
     own: frozenset[str]
@@ -36,7 +36,7 @@ class QueryKeyProjections(ABC):
     num_heads: int
     num_kv_heads: int
     normed: bool = False
-    """Whether queries and keys are normalised after the projection."""
+    """True if queries and keys are normalized after the projection."""
 
     def group_of(self, head: int) -> int:
         """Return the key/value head that a query head reads."""
@@ -46,12 +46,12 @@ class QueryKeyProjections(ABC):
     def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a factor for each tensor that multiplies queries by q `[H]` and keys by k `[G]`.
 
-        Each broadcasts to its tensor.
+        Each factor broadcasts to its tensor.
         """
 
 
 class _OfLayout(QueryKeyProjections):
-    """The projections of a layer in a layout of the table."""
+    """The projections of a layer in a known layout."""
 
     def __init__(
         self, layer: LayerTensors, sizes: LayerSizes, patterns: Mapping[str, tuple[str, str]]
@@ -75,7 +75,7 @@ class _OfLayout(QueryKeyProjections):
                 yield full, factor[number] if "{n}" in name else factor
 
     def _holding(self, part: str) -> list[str]:
-        """Return the form's names of the tensors that hold a part."""
+        """Return the names of the tensors with a part."""
         held = {f"{part}.weight", f"{part}.bias"}
         return [name for name in self.layer.where if held & set(parts_of(self.patterns[name][0]))]
 
@@ -83,8 +83,8 @@ class _OfLayout(QueryKeyProjections):
 class _Latent(QueryKeyProjections):
     """The projections of multi-head latent attention, whose keys come from a latent of all heads.
 
-    A head's key is a part of its own, from `kv_b_proj`, and a rotated part that all heads share:
-    queries of that part are multiplied for both (Kimi K2 2025). Source: DeepSeek-V2 2024, §2.1.
+    The key of a head has its own part, from `kv_b_proj`, and a rotated part that all heads share;
+    the queries of that part take both factors (Kimi K2 2025). Source: DeepSeek-V2 2024, §2.1.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], num_heads: int) -> None:
@@ -101,7 +101,7 @@ class _Latent(QueryKeyProjections):
         self.keys = ("kv_b_proj.weight",)
 
     def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
-        both = q * k  # where the key is not multiplied, the query is for it
+        both = q * k  # the query takes the factor of a shared key
         parts = q[:, None].expand(-1, self.alone), both[:, None].expand(-1, self.rotated)
         of_queries = torch.cat(parts, 1).flatten()
         for name in self.queries:
@@ -117,11 +117,11 @@ def projections_of(
     """Find the projections of an attention module by the names and shapes of its tensors.
 
     Args:
-        num_heads: query heads; of layouts whose heads have tensors of their own, any number.
-        kind: of the module; it tells two layouts with the same names and shapes apart.
+        num_heads: the number of query heads; any number for layouts with tensors of single heads.
+        kind: the class of the module; it decides between layouts with the same names and shapes.
 
     Raises:
-        ValueError: no known layout has them, or they do not fit so many heads.
+        ValueError: no known layout fits, or it does not fit so many heads.
     """
     if {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight"} <= tensors.keys():
         return _Latent(tensors, num_heads)
@@ -137,13 +137,13 @@ def projections_of(
 
 
 @lru_cache(4096)
-def _layer_of(shapes: tuple[tuple[str, Shape], ...], meant: str | None) -> LayerTensors | str:
-    """Return the layer with these tensors, or the reason that there is none."""
+def _layer_of(shapes: tuple[tuple[str, Shape], ...], expected: str | None) -> LayerTensors | str:
+    """Return the layer with these tensors, or the reason why there is none."""
     own = {name: shape for name, shape in shapes if not _beside(name)}
     if not own:
         return "it has no weights of its own"
     try:
-        layers = find_layers(LAYOUTS[detect_shapes(own, meant)], own, "")
+        layers = find_layers(LAYOUTS[detect_shapes(own, expected)], own, "")
     except ValueError as error:
         return str(error).removeprefix("detect_layout(…): ")
     whole = [layer for layer in layers if not layer.prefix]
@@ -151,7 +151,7 @@ def _layer_of(shapes: tuple[tuple[str, Shape], ...], meant: str | None) -> Layer
 
 
 def _meant(kind: type | None) -> str | None:
-    """Return the layout of a kind of module, if the names of its tensors may be another's too."""
+    """Return the layout of a type of module whose names fit two layouts."""
     if kind is None:
         return None
     return "gpt_bigcode" if any("GPTBigCode" in one.__name__ for one in kind.__mro__) else "nanogpt"

@@ -1,4 +1,4 @@
-"""Which mistake it is: the variant of attention that gives somebody's output from their weights."""
+"""Name the mistake: find the variant of attention that gives a layer's output from its weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from ..behavior import _asking
+from ..behavior import _weights_option
 from ..code import class_sources, names_in, numbers_in
-from ..rules import found, passed, skipped
+from ..rules import passed, skipped, violation
 from ..target import Target
 from ..verdict import Example, Finding
 from .faults import Fault, words_of
@@ -65,7 +65,7 @@ def _shared_heads(layer: nn.Module) -> list[Finding]:
     for path, child in layer.named_modules():
         single = isinstance(child, nn.ModuleList) and len({*map(id, child)}) < len(child)
         if single and any(True for _ in child.parameters()):
-            return [found("shared-heads", "one", name=path)]
+            return [violation("shared-heads", "one", name=path)]
     return []
 
 
@@ -117,15 +117,15 @@ def _passed(reading: Projections, base: Variant) -> Finding:
     also += ["the norm around it"] * bool(base.residual)
     also += [f"scores capped at {base.softcap:g}"] if base.softcap is not None else []
     beside = f", with {' and '.join(also)}" if also else ""
-    said = f"From its own weights ({_projections(reading)}) the definition gives the same output"
-    return passed("definition", f"{said}{beside}.")
+    message = f"From its own weights ({_projections(reading)}) the definition gives the same output"
+    return passed("definition", f"{message}{beside}.")
 
 
 def _other_weights(case: Case, base: Variant) -> list[Finding]:
     """Find weights that come back and are not those that make the output."""
     x = case.inputs[-1]
     try:
-        given = case.target.result(x, **_asking(case.target)).weights
+        given = case.target.result(x, **_weights_option(case.target)).weights
         used = weights_of(case.reading, x, base)
     except Exception:  # the probes say what and where
         return []
@@ -135,12 +135,12 @@ def _other_weights(case: Case, base: Variant) -> list[Finding]:
         or bool((given.sum(-1) - 1).abs().max() > FITS)
     ):
         return []
-    for made in (used, used.mean(1)):
-        if made.numel() == given.numel():
+    for computed in (used, used.mean(1)):
+        if computed.numel() == given.numel():
             alike = (
-                made.flatten().sort()[0] - given.detach().flatten().sort()[0]
+                computed.flatten().sort()[0] - given.detach().flatten().sort()[0]
             ).abs().max() < FITS
-            return [] if bool(alike) else [found("weights", "others")]
+            return [] if bool(alike) else [violation("weights", "others")]
     return []
 
 
@@ -149,8 +149,8 @@ def _with_other_heads(
 ) -> tuple[Case, list[Variant], Variant | None]:
     """Try other numbers of heads, where nobody said it: those among the layer's own numbers."""
     width = case.reading.head_dim * case.reading.num_heads
-    said = {int(n) for n in numbers_in(case.target.layer, "") if n > 1}
-    for heads in sorted(said - {case.reading.num_heads}):
+    numbers = {int(n) for n in numbers_in(case.target.layer, "") if n > 1}
+    for heads in sorted(numbers - {case.reading.num_heads}):
         if width % heads:
             continue
         try:
@@ -187,8 +187,8 @@ def _finding(
         severity = "warning" if meant else severity
     if fault.change == {"split": "strided", "merge": "strided"}:  # an order of its own
         severity = "warning"
-    said = {"residual": MEANT, "grouped-heads": TILED}.get(fault.rule)
-    if said is not None and said.search(code):
+    intended = {"residual": MEANT, "grouped-heads": TILED}.get(fault.rule)
+    if intended is not None and intended.search(code):
         severity = "warning"
     message, hint = fault.message.format(**names), fault.hint.format(**names)
     return Finding(fault.rule, severity, message, hint, _example(case, target, base, large))
@@ -215,16 +215,16 @@ def _example(case: Case, target: Target, base: Variant, large: bool = False) -> 
 def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
     if reasons := _reasons(case, target):
         if reasons == ["exp()"] and "max" in class_sources(target.layer) and _is_uneven(case):
-            return found("equal-tokens", "values")
+            return violation("equal-tokens", "values")
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
     if target.shown:  # which may bring along what is no mistake of the layer
         return _unread("the definition does not give its output in the call that is shown")
     if "x" in case.reading.norms:
-        return _unread("nothing tells where its norm stands")
+        return _unread("the position of its norm is unknown")
     if not case.reading.named:
         return _unread(f"no name says what {_projections(case.reading)} are")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
-    return found("definition", "unexplained", _example(case, target, base), **words)
+    return violation("definition", "unexplained", _example(case, target, base), **words)
 
 
 def _is_uneven(case: Case) -> bool:

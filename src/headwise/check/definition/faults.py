@@ -49,7 +49,7 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
     Args:
         sure: whether it is known that the base's mask, or none, is the right one.
     """
-    heads, groups, apart = reading.num_heads, reading.num_kv_heads, len(reading.sources) > 1
+    heads, groups, separate = reading.num_heads, reading.num_kv_heads, len(reading.sources) > 1
     can_be = {
         "": True,
         "causal": sure and base.mask == "causal",
@@ -58,8 +58,8 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
         "several keys": groups > 1,
         "grouped": 1 < groups < heads and base.share == "repeat",
         "named": reading.named,
-        "apart": reading.named and apart,  # fused, a permutation is another order of packing
-        "fused": reading.named and not apart,
+        "apart": reading.named and separate,  # fused, a permutation is another order of packing
+        "fused": reading.named and not separate,
         "projected": reading.out is not None,
         "rotary": base.rope is not None,
     }
@@ -82,9 +82,9 @@ def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
     """
     group = next(group for group in GROUPS if group.get("each") == "finite fills")
     off = {number: abs(float(f"{number:.2g}") / number - 1) for number in (fill, fill / scale)}
-    said = min(off, key=lambda number: off[number])
-    said = f"−{float(f'{said:.2g}'):.10g}" if off[said] < 1e-3 else f"about −{fill:.4g}"
-    (row,) = _filled(group, [(repr(-fill), said)], reading)
+    nearest = min(off, key=lambda number: off[number])
+    shown = f"−{float(f'{nearest:.2g}'):.10g}" if off[nearest] < 1e-3 else f"about −{fill:.4g}"
+    (row,) = _filled(group, [(repr(-fill), shown)], reading)
     unwise = fill > 0.99 * FAR_ENOUGH * min(1.0, scale)
     return replace(row, severity="warning") if unwise else row
 
@@ -135,7 +135,7 @@ def _packed(reading: Projections) -> Matrix | None:
 
 
 def _is_strict(reading: Projections) -> bool:
-    """Whether a name says that weights from elsewhere go in, one part after the other."""
+    """Return True if a name indicates that weights are loaded from elsewhere, part by part."""
     packed = _packed(reading)
     if packed is None or not packed.named or reading.packing != "p n d":
         return False
@@ -165,8 +165,8 @@ def _packings(reading: Projections) -> Iterator[Row]:
     ways = dict(group["rows"])
     for packing, way in ways.items():
         if packing != reading.packing:
-            said, count = _listed(packed.parts), str(len(packed.parts))
-            yield packing, way, ways[reading.packing], packed.name, said, count
+            listed, count = _listed(packed.parts), str(len(packed.parts))
+            yield packing, way, ways[reading.packing], packed.name, listed, count
 
 
 def _of(chosen: Iterable[Matrix], joined: str) -> Iterator[Row]:

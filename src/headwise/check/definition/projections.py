@@ -1,7 +1,7 @@
-"""Where a module keeps its projections: read off names, and off shapes where the names are silent.
+"""Find the projections of a module: by their names, else by shapes and order.
 
-Whatever holds them (Linear, Conv1D, raw parameters, one matrix for q, k and v or one a head), they
-come out as matrices `[inputs, features]` that are used as `x @ weight + bias`, with the features in
+Projections may be Linear, Conv1D or raw parameters, one matrix for q, k and v or one for each head.
+They are returned as matrices `[inputs, features]` used as `x @ weight + bias`, with the features in
 the order in which they are stored.
 """
 
@@ -49,7 +49,7 @@ class Matrix:
 
     @property
     def shared(self) -> bool:
-        """Whether heads that should each have their own have one and the same."""
+        """Return True if heads that should have projections of their own share one."""
         return self.heads > 1 and len(set(self.keys)) < len(self.keys)
 
 
@@ -61,7 +61,7 @@ class Projections:
         sources: the matrices of q, k and v, packed or not.
         out: the output projection, or None.
         norms: modules that normalise, by the part they belong to: `q`, `k`, or `x` for the rest.
-        extras: names of parameters that are none of these.
+        extras: names of all other parameters.
     """
 
     sources: tuple[Matrix, ...]
@@ -76,12 +76,12 @@ class Projections:
 
     @property
     def packing(self) -> str:
-        """How the names say that a packed matrix lies: `p n d` or `n p d`."""
+        """The order of the features of a packed matrix by its names: `p n d` or `n p d`."""
         return "n p d" if self._names & HEAD_BY_HEAD else "p n d"
 
     @property
     def turns(self) -> bool:
-        """Whether the names are those of a library that shares keys and values in turns."""
+        """Return True if the names are those of a library that shares keys and values in turns."""
         return self._names >= IN_TURNS
 
     @property
@@ -90,7 +90,7 @@ class Projections:
 
     @property
     def named(self) -> bool:
-        """Whether names, not only shapes, say which projection is which."""
+        """Return True if names, not only shapes, identify the projections."""
         return all(source.named for source in self.sources)
 
     @property
@@ -106,7 +106,7 @@ class Projections:
         return self.sources if self.out is None else (*self.sources, self.out)
 
     def name(self, part: str) -> str:
-        """What the code calls the projection of `q`, `k`, `v` or `o`."""
+        """Return the name of the projection of `q`, `k`, `v` or `o` in the code."""
         if part == "o":
             return self.out.name if self.out is not None else "the output projection"
         return next(source.name for source in self.sources if part in source.parts)
@@ -141,9 +141,9 @@ def read(
     """
     unread = {id(one) for name, one in module.named_parameters() if name in idle}
     stored = (one for one in _stores(module, embed_dim) if not unread & set(one.keys))
-    found = _heads_together(list(stored))
-    biases = [matrix for matrix in found if matrix.bias is None and matrix.weight.ndim == 1]
-    sources, out = _assigned([m for m in found if m.weight.ndim == 2], embed_dim)
+    matrices = _heads_together(list(stored))
+    biases = [matrix for matrix in matrices if matrix.bias is None and matrix.weight.ndim == 1]
+    sources, out = _assigned([m for m in matrices if m.weight.ndim == 2], embed_dim)
     sources = tuple(_with_bias(source, biases) for source in sources)
     out = None if out is None else _with_bias(out, biases)
     sizes = _sizes(sources, out, embed_dim, num_heads, num_kv_heads)
@@ -159,7 +159,7 @@ def read(
 
 
 def _stores(module: nn.Module, embed_dim: int) -> Iterator[Matrix]:
-    """Everything that may be a projection, or the bias of one, under its full name."""
+    """Yield all tensors that may be a projection, or the bias of one, under their full names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         if isinstance(owner, nn.Embedding) or is_norm(owner):
             continue
@@ -169,7 +169,7 @@ def _stores(module: nn.Module, embed_dim: int) -> Iterator[Matrix]:
             if not any(True for _ in owner.children()) and (turned := _linear(owner)) is not None:
                 keys = tuple(id(tensor) for tensor in own.values())
                 bias = None if bias is None else bias.detach()
-                yield Matrix(path, _said(path), turned, bias, keys=keys)
+                yield Matrix(path, _parts_named(path), turned, bias, keys=keys)
             continue
         for name, tensor in own.items():
             full = f"{path}.{name}" if path else name
@@ -206,7 +206,7 @@ def _linear(owner: nn.Module) -> Tensor | None:
 
 def _raw(name: str, tensor: Tensor, embed_dim: int) -> Iterator[Matrix]:
     """A bare parameter: a matrix, one with an axis for the heads, or a bias."""
-    parts, keys, tensor = _said(name), (id(tensor),), tensor.detach()
+    parts, keys, tensor = _parts_named(name), (id(tensor),), tensor.detach()
     last = name.split(".")[-1].lower()
     if tensor.ndim == 1 or re.search(r"bias|^b_|_b$|^b[qkvo]", last):
         if parts and tensor.ndim <= 2:
@@ -226,18 +226,18 @@ def _raw(name: str, tensor: Tensor, embed_dim: int) -> Iterator[Matrix]:
             yield Matrix(name, parts, inputs.flatten(1), keys=keys)
 
 
-def _said(path: str) -> str:
-    """What the last telling word of a path says."""
+def _parts_named(path: str) -> str:
+    """Return the parts that the last meaningful word of a path names."""
     for name in reversed([part for part in path.split(".") if not part.isdigit()]):
         if parts := parts_of(name):
             return parts
     return ""
 
 
-def _heads_together(found: list[Matrix]) -> list[Matrix]:
+def _heads_together(matrices: list[Matrix]) -> list[Matrix]:
     """Matrices that differ in one number only, `heads.0.query`, `heads.1.query`, as one."""
     groups: dict[str, list[Matrix]] = {}
-    for matrix in found:
+    for matrix in matrices:
         stem = matrix.name
         if matrix.parts not in ("", "o"):
             stem = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", stem, count=1)
@@ -262,15 +262,17 @@ def _heads_together(found: list[Matrix]) -> list[Matrix]:
     return together
 
 
-def _assigned(found: Sequence[Matrix], embed_dim: int) -> tuple[tuple[Matrix, ...], Matrix | None]:
-    """Who is q, k, v and output: by names first, the rest by shapes and order."""
-    outs = [matrix for matrix in found if matrix.parts == "o"]
-    silent = [matrix for matrix in found if not matrix.parts]
+def _assigned(
+    matrices: Sequence[Matrix], embed_dim: int
+) -> tuple[tuple[Matrix, ...], Matrix | None]:
+    """Assign the matrices to q, k, v and output: by names first, the rest by shapes and order."""
+    outs = [matrix for matrix in matrices if matrix.parts == "o"]
+    silent = [matrix for matrix in matrices if not matrix.parts]
     if len(outs) > 1 and not silent:
-        named = any(set(matrix.parts) & set("qkv") for matrix in found)
+        named = any(set(matrix.parts) & set("qkv") for matrix in matrices)
         outs, silent = (outs[-1:], []) if named else ([], outs)
     out = outs[-1] if outs else None
-    sources = [matrix for matrix in found if matrix.parts and matrix.parts != "o"]
+    sources = [matrix for matrix in matrices if matrix.parts and matrix.parts != "o"]
     held = "".join(source.parts for source in sources)
     if sources and set(held) == set("kqv") and len(held) > 3:
         # GPT-2's cross-attention: c_attn beside q_attn holds k and v alone
@@ -317,8 +319,8 @@ def _norms(module: nn.Module) -> dict[str, nn.Module]:
     norms: dict[str, nn.Module] = {}
     for path, owner in module.named_modules():
         if path and is_norm(owner):
-            said = parts_of(path.split(".")[-1])
-            norms.setdefault(said if said in ("q", "k") else "x", owner)
+            parts = parts_of(path.split(".")[-1])
+            norms.setdefault(parts if parts in ("q", "k") else "x", owner)
     return norms
 
 
@@ -362,9 +364,9 @@ def _sizes(
     return heads, _share(rest, 2 * dim, "keys and values"), dim, dim
 
 
-def _share(width: int, among: int, what: str) -> int:
+def _share(width: int, among: int, quantity: str) -> int:
     if width < among or width % among:
-        raise Unreadable(f"{width} features of {what} cannot be dealt out evenly by {among}")
+        raise Unreadable(f"{width} features of {quantity} cannot be dealt out evenly by {among}")
     return width // among
 
 

@@ -87,10 +87,10 @@ class Case:
     def pairs(self, base: Variant, rows: Sequence[Fault]) -> Iterator[tuple[Fault, Fault]]:
         """Yield two mistakes at a time, without those that one token rules out."""
         alone = _for_one_token(base)
-        made = [row.on(base) for row in rows]
-        fits = [self.fits_one_token(one) for one in made]
-        changes = [_for_one_token(one) != alone for one in made]
-        open_ = [_is_open(one) for one in made]
+        variants = [row.on(base) for row in rows]
+        fits = [self.fits_one_token(one) for one in variants]
+        changes = [_for_one_token(one) != alone for one in variants]
+        open_ = [_is_open(one) for one in variants]
         base_fits = self.fits_one_token(base)
         for i, j in combinations(range(len(rows)), 2):
             settled = not (open_[i] or open_[j] or (changes[i] and changes[j]))
@@ -372,8 +372,8 @@ def _scale_of(case: Case, base: Variant) -> float:
 
 
 def _other_scale(case: Case, scale: float) -> Fault:
-    said = stated(case, scale)
-    scale = scale if said is None else said
+    known = stated(case, scale)
+    scale = scale if known is None else known
     return Fault(
         "scale",
         {"scale": scale},
@@ -381,19 +381,19 @@ def _other_scale(case: Case, scale: float) -> Fault:
         f"of one head's width, which is to multiply by {case.reading.head_dim**-0.5:.4g}.",
         "If this number is not meant, write `scores / keys.shape[-1] ** 0.5`, with the keys split "
         "into heads.",
-        "error" if said is None else "warning",
+        "error" if known is None else "warning",
     )
 
 
 def stated(case: Case, scale: float) -> float | None:
     """Return this scale as an attribute of the layer states it, itself or as a divisor."""
-    said = list(numbers_in(case.target.layer, SCALING.pattern))
-    said += [1 / number for number in said if number]
-    return next((number for number in said if math.isclose(scale, number, rel_tol=1e-3)), None)
+    numbers = list(numbers_in(case.target.layer, SCALING.pattern))
+    numbers += [1 / number for number in numbers if number]
+    return next((number for number in numbers if math.isclose(scale, number, rel_tol=1e-3)), None)
 
 
 def leaking(case: Case, base: Variant) -> Fault | None:
-    """Find a finite number in the place of −inf, which large scores tell apart."""
+    """Find a finite number in place of −inf, which large scores reveal."""
     if base.mask == "none" or base.slopes:
         return None
     x = case.inputs[1]

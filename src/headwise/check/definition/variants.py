@@ -171,7 +171,7 @@ def sizes_of(reading: Projections, x: Tensor) -> dict[str, int]:
 
 
 def scale_of(name: str | float, sizes: Mapping[str, int]) -> float:
-    """What a score is multiplied by: `√E` divides it by the root of E, `times D` multiplies it.
+    """Return the factor of the scores: `√E` divides by the root of E, `times D` multiplies by D.
 
     >>> scale_of("√HD", {"H": 2, "D": 8}), scale_of("D²", {"D": 2}), scale_of("times √D", {"D": 4})
     (0.25, 0.25, 2.0)
@@ -238,10 +238,10 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
         features |= {"q": _features(reading, x, variant)["q"]}
     splits = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
     heads = []
-    for part, whose, split in zip("qkv", variant.roles, splits, strict=True):
-        grouped = part != "q" if whose == "x" else whose != "q"
+    for part, role, split in zip("qkv", variant.roles, splits, strict=True):
+        grouped = part != "q" if role == "x" else role != "q"
         number = reading.num_kv_heads if grouped else reading.num_heads
-        feature, norm = features[whose], reading.norms.get(part)
+        feature, norm = features[role], reading.norms.get(part)
         if norm is not None and not _is_of_heads(norm, feature.shape[-1] // number):
             feature, norm = norm(feature), None
         rope = _rotation(variant, part) if variant.rope and part in variant.rotated else None
@@ -287,7 +287,7 @@ def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
 
 
 def _is_of_heads(norm: nn.Module, width: int) -> bool:
-    """Whether a norm is of single heads: its gains have their width, or an axis for the heads."""
+    """Return True if a norm is of single heads: its gains have their width, or an axis for them."""
     gains = [*norm.parameters()]
     return bool(gains) and (gains[0].numel() == width or any(one.ndim >= 2 for one in gains))
 
@@ -303,7 +303,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Mapping[str
 
 
 def weights_from(q: Tensor, k: Tensor, variant: Variant, sizes: Mapping[str, int]) -> Tensor:
-    """What the values are weighted with, `[B, H, T, S]`; over heads `[B, T, H, H]`."""
+    """Return the weights of the values, `[B, H, T, S]`; over heads `[B, T, H, H]`."""
     if q.shape[-1] != k.shape[-1]:
         raise RuntimeError(f"queries of width {q.shape[-1]} and keys of width {k.shape[-1]}")
     if variant.over == "heads":
@@ -331,7 +331,7 @@ def allowed_of(mask: str, queries: int, keys: int) -> Tensor:
 
 
 def _features(reading: Projections, x: Tensor, variant: Variant) -> Parts:
-    """What each of q, k and v is before it becomes heads, `[B, T, heads · width]`."""
+    """Return q, k and v before they are split into heads, `[B, T, heads · width]` each."""
     features: Parts = {"x": x}
     for source in reading.sources:
         whole = _linear(source, x, variant)
@@ -366,15 +366,15 @@ def _linear(matrix: Matrix, x: Tensor, variant: Variant) -> Tensor:
     return out + matrix.bias
 
 
-def _shared(part: Tensor, heads: int, how: str, whose: str) -> Tensor:
+def _shared(part: Tensor, heads: int, how: str, role: str) -> Tensor:
     groups = part.shape[1]
-    if how in ("first", f"first {whose}"):
+    if how in ("first", f"first {role}"):
         return part[:, :1].expand(-1, heads, -1, -1)
     if groups == heads:
         return part
     if heads % groups:
         raise RuntimeError(f"{heads} query heads cannot share {groups}")
-    if how in ("tile", f"tile {whose}"):
+    if how in ("tile", f"tile {role}"):
         return part.repeat(1, heads // groups, 1, 1)
     return part.repeat_interleave(heads // groups, dim=1)
 
@@ -391,7 +391,7 @@ def products(q: Tensor, k: Tensor, variant: Variant) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Variant) -> Tensor:
-    """What the values are weighted with, with all that the definition does not do."""
+    """Return the weights of the values, with every deviation of the variant."""
     scores = products(q, k, variant)
     scores = scores if _after(variant) else scores * scale
     if variant.softcap is not None:

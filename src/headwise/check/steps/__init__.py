@@ -1,7 +1,7 @@
 """Step mode: a tutorial's step, followed part by part while the file is still being filled in.
 
-A step is a list of parts: a class, a layer, a function, a method. They are tested in the order in
-which they need one another, and the first fault is the one that is told: what comes after it waits.
+A step is a list of parts: a class, a layer, a function, a method. They are tested in order of
+dependence, and only the first fault is reported; later parts are tested once it is fixed.
 headwise's own code stands in the blanks meanwhile, so that one part can be right while another is
 blank. Once all parts are right and no blank is left, the whole goes through all rules of `check`.
 
@@ -24,7 +24,7 @@ import torch
 from ..files import IMPORTING, alone, judged, load, parsed, split_target, telling
 from ..rules import passed, skipped
 from ..sandbox import Limits, Report, Send, run
-from ..syntax import NO_RETURN, Source, names, nodes, quoted
+from ..syntax import NO_RETURN, ParsedFile, names, nodes, quoted
 from ..verdict import Finding, Verdict
 from .base import Step, StepPart, Trial, template
 from .blame import Search, Twin, twin
@@ -33,7 +33,7 @@ from .gpt2_max import GPT2_MAX
 from .modules import GPT2, PER_HEAD, SPLIT
 from .scalar import SCALAR
 from .tracing import Watch, plain
-from .words import near, shape_of, thrown, told
+from .words import failure, near, shape_of, thrown
 
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 LEVELS = 3
@@ -68,8 +68,8 @@ def write_template(name: str, path: Path) -> None:
 def _check_name(name: str) -> None:
     if name not in STEPS:
         close = difflib.get_close_matches(name, STEPS, n=1)
-        told = f"did you mean {close[0]}? There" if close else "there"
-        raise ValueError(f"{name}: there is no such step; {told} are {', '.join(STEPS)}")
+        hint = f"did you mean {close[0]}? There" if close else "there"
+        raise ValueError(f"{name}: there is no such step; {hint} are {', '.join(STEPS)}")
 
 
 def check_step(
@@ -103,14 +103,14 @@ def check_step(
 def usual_limits(name: str, target: str) -> Limits:
     """Return the limits: MAX compiles, which takes a minute the first time, and more memory."""
     try:
-        source = Source(Path(target).read_text("utf-8-sig"), target)
+        source = ParsedFile(Path(target).read_text("utf-8-sig"), target)
     except (OSError, SyntaxError, ValueError):  # check_step says what is wrong with it
         return Limits()
     compiles = name in STEPS and _variant(name, source) is GPT2_MAX
     return Limits(seconds=300.0, memory=8.0) if compiles else Limits()
 
 
-def _variant(name: str, source: Source) -> Step:
+def _variant(name: str, source: ParsedFile) -> Step:
     return GPT2_MAX if name == GPT2.name and "max" in source.libraries else STEPS[name]
 
 
@@ -173,7 +173,7 @@ class Follower:
             yield from tried if part.name not in trial.blank else ()
         yield from self._blank()
         self.send({"phase": "while the whole was checked"})
-        yield from [skipped("step-whole", FILLED)] if trial.blank else step.whole(trial)
+        yield from [skipped("step-whole", FILLED)] if trial.blank else step.final(trial)
 
     # --- what the syntax says ---------------------------------------------------------------------
 
@@ -193,9 +193,9 @@ class Follower:
                     f"Line {function.lineno}: write `self` first, `def {function.name}(self, …)`."
                 )
             hint = self.step.imports.get(name) or hint or "Import or define it further up."
-            said = f"Line {line} uses `{name}`, which the file neither imports nor defines"
-            said = f"{said} ({quoted(self.trial.path, line)})."
-            return Finding("step-imports", "error", said, hint)
+            message = f"Line {line} uses `{name}`, which the file neither imports nor defines"
+            message = f"{message} ({quoted(self.trial.path, line)})."
+            return Finding("step-imports", "error", message, hint)
         return None
 
     def _missing(self) -> Finding | None:
@@ -229,13 +229,15 @@ class Follower:
             return
         blank, part = min(every, key=lambda one: one[0].line)
         hint, lines = part.hint(blank.key, self.level), len({one.line for one, _ in every})
-        said = f"Line {blank.line}: {blank.says}{f' (one of {lines} that are left)' * (lines > 1)}."
+        message = (
+            f"Line {blank.line}: {blank.text}{f' (one of {lines} that are left)' * (lines > 1)}."
+        )
         rule, function = "step-blanks", self.source.function(self.names[part.name])
-        if NO_RETURN in blank.says:
+        if NO_RETURN in blank.text:
             hint = f"End it with `return …`. {hint}"
             if lost := thrown(self.trial, function, len(self.source.text)):
-                rule, said = "step-parts", lost
-        yield Finding(rule, "error", said, hint)
+                rule, message = "step-parts", lost
+        yield Finding(rule, "error", message, hint)
 
     # --- what running it says ---------------------------------------------------------------------
 
@@ -254,7 +256,9 @@ class Follower:
                 search = Search(watch, Twin(self.twin, part, call.run))
             self.searches.setdefault(part.name, search)
             if watch.failed or not search.agrees(out):
-                yield self._beside(part, search) or told(trial, part, call, search, out, self.level)
+                yield self._beside(part, search) or failure(
+                    trial, part, call, search, out, self.level
+                )
                 return
         if (wrong := self._beside(part)) is not None:
             yield wrong
@@ -276,4 +280,4 @@ class Follower:
                 line = built.first() or line if short == part.name else line and built.at(line).line
         at = f" ({quoted(self.trial.path, int(line))})" if line else ""
         hint = part.hint(part.short, self.level)
-        return Finding(part.rule, wrong.severity, f"{wrong.said}{at}.", hint)
+        return Finding(part.rule, wrong.severity, f"{wrong.message}{at}.", hint)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..syntax import Source
+from ..syntax import ParsedFile
 from ..verdict import Finding, Severity
 
 ROWS = tomllib.loads((files("headwise.check.steps") / "steps.toml").read_text("utf-8"))
@@ -53,7 +53,7 @@ class StepPart:
         return f"Write `{code}`." if len(lines) == 1 else "\n      ".join(["Write:", *lines])
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One call of a part, which its twin gets, too; `words` begin the finding on another result."""
 
     run: Callable[[Trial], Any]
@@ -63,10 +63,10 @@ class Call(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """What is wrong beside the numbers: the part, or the line, and words."""
+    """A fault besides the numbers: its part or line, and a description."""
 
     at: str | int
-    said: str
+    message: str
     severity: Severity = "error"
 
 
@@ -88,8 +88,8 @@ class Step:
     parts: Sequence[StepPart]
     imports: Mapping[str, str]
     sizes: Mapping[str, int]
-    calls: Callable[[Trial, StepPart], Iterable[Call]]
-    whole: Callable[[Trial], Iterable[Finding]]
+    calls: Callable[[Trial, StepPart], Iterable[StepCall]]
+    final: Callable[[Trial], Iterable[Finding]]
     judge: Callable[..., Wrong | None]
     refuses: Callable[[], str | None] = lambda: None
 
@@ -119,14 +119,14 @@ class Trial:
     """One file on its way through a step; the twin is a trial of the template, filled."""
 
     step: Step
-    source: Source
+    source: ParsedFile
     path: Path
     names: dict[str, str]  # of parts, to those that the file uses
     module: ModuleType | None = None
     blank: list[str] = field(default_factory=list)  # parts in which a blank is left
     # Lines of blanks that headwise filled, each with the names that it reads.
     ours: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    made: dict[str, Any] = field(default_factory=dict)  # what one call leaves to the next
+    results: dict[str, Any] = field(default_factory=dict)  # what one call leaves to the next
 
     def get(self, name: str) -> Any:
         """Return what the file has under a part's name."""

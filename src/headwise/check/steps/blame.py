@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..syntax import Source, names, nodes
+from ..syntax import ParsedFile, names, nodes
 from .base import ROWS, StepPart, Trial, template
 from .filling import fill
-from .tracing import HIDDEN, LISTS, Event, Plain, Watch, changed, is_growth, plain
+from .tracing import HIDDEN, LISTS, Event, Numbers, Watch, changed, is_growth, plain
 
 TRIVIAL = torch.tensor([0.0, 1.0, 2.0, 0.5, -1.0, -2.0]).double()
 
@@ -32,20 +32,20 @@ def twin(trial: Trial) -> Trial:
     """Return the trial of the step's template, filled by headwise."""
     step, path = trial.step, Path(f"<{trial.step.name}>")
     code = {row["name"]: row.get("fill", {}) for row in ROWS[step.like]["parts"]}
-    source = Source(ast.unparse(fill(Source(template(step.like)), code)[0]), str(path))
+    source = ParsedFile(ast.unparse(fill(ParsedFile(template(step.like)), code)[0]), str(path))
     module, names = ModuleType(path.name), {part.name: part.name for part in step.parts}
     exec(source.code, vars(module))
-    return Trial(step, source, path, names, module, made={"of": trial})
+    return Trial(step, source, path, names, module, results={"of": trial})
 
 
 class Twin:
     """Hold the values of the variables and expressions of the twin's part in a call."""
 
-    def __init__(self, made: Trial, part: StepPart, call: Callable[[Trial], Any]) -> None:
-        self.part, self.watch = part, Watch(made, part)
+    def __init__(self, results: Trial, part: StepPart, call: Callable[[Trial], Any]) -> None:
+        self.part, self.watch = part, Watch(results, part)
         self.out = self.watch.run(call)
         body = self.watch.function.body if self.watch.function is not None else []
-        blank = Source(template(made.step.like)).function(part.name)
+        blank = ParsedFile(template(results.step.like)).function(part.name)
         self.arguments = {one.arg for one in nodes(ast.arg, self.watch.function or ast.Pass())}
         self.named = names(*(blank.body if blank else []), context=ast.Store) | self.arguments
         self.made_of: dict[str, set[str]] = {}
@@ -57,17 +57,17 @@ class Twin:
         self.above = cache(self._all_above)
 
     @cached_property
-    def seen(self) -> list[tuple[set[str], set[str], Plain]]:
+    def seen(self) -> list[tuple[set[str], set[str], Numbers]]:
         return [*self._expressions()]
 
     @cached_property
-    def values(self) -> list[Plain]:
+    def values(self) -> list[Numbers]:
         """All values, and each row of a list of lists."""
         given = [*self.watch.events, *self.watch.returns]
         every = [one.value for one in given if one.value] + [one for *_, one in self.seen]
         return every + [row for one in every for row in _rows(one)]
 
-    def _expressions(self) -> Iterator[tuple[set[str], set[str], Plain]]:
+    def _expressions(self) -> Iterator[tuple[set[str], set[str], Numbers]]:
         """Yield the value of each expression, with the names in it, and those it is made for."""
         scope, known, waiting = (
             vars(self.watch.trial.module),
@@ -94,18 +94,18 @@ class Twin:
             waiting += self.made_of.get(name, set()) - known
         return known
 
-    def _finals(self, name: str) -> list[Plain]:
+    def _finals(self, name: str) -> list[Numbers]:
         """Return what a variable holds; of a list that grows, what it holds in the end."""
         return [one[-1].value for one in self.watch.turns(name) if one[-1].value is not None]
 
-    def _right(self, name: str) -> list[Plain]:
+    def _right(self, name: str) -> list[Numbers]:
         """Return what a variable may hold: what it holds here, or what is made of that."""
         if name == "return":
             return [one.value for one in self.watch.returns if one.value is not None]
-        made = [value for used, _, value in self.seen if name in self.above(*used)]
-        return [*self.finals(name), *made] if name in self.named else self.values
+        results = [value for used, _, value in self.seen if name in self.above(*used)]
+        return [*self.finals(name), *results] if name in self.named else self.values
 
-    def _early(self, name: str) -> list[Plain]:
+    def _early(self, name: str) -> list[Numbers]:
         """Return what a variable may hold on its way: what it is made of."""
         own = [one.value for one in self.watch.events if one.name == name and one.value]
         above = self.above(name)
@@ -114,21 +114,21 @@ class Twin:
 
 def _value(
     node: ast.expr, scope: dict[str, Any], used: set[str], targets: set[str]
-) -> Iterator[tuple[set[str], set[str], Plain]]:
+) -> Iterator[tuple[set[str], set[str], Numbers]]:
     with contextlib.suppress(Exception):  # of large scores, or of what a comprehension names
         value = plain(eval(compile(ast.Expression(node), "<twin>", "eval"), scope))
         if value is not None and not isinstance(node, ast.Constant):
             yield used, targets, value
 
 
-def _rows(value: Plain) -> list[Plain]:
+def _rows(value: Numbers) -> list[Numbers]:
     """Return the rows of a list of lists."""
     kind = "tensor" if value.kind == "tensors" else value.kind
     many = value.numbers.dim() > 1 and value.kind in LISTS
-    return [Plain(kind, row) for row in value.numbers] if many else []
+    return [Numbers(kind, row) for row in value.numbers] if many else []
 
 
-class Fault(NamedTuple):
+class BlamedLine(NamedTuple):
     """The line at fault, its statement, and what it makes wrong, where a variable holds it."""
 
     line: int
@@ -143,7 +143,7 @@ class Search:
         self.watch, self.twin = watch, twin
         self.sizes = watch.trial.step.sizes if twin.part.shapes else {}
 
-    def fault(self, drops: bool = False) -> Fault | None:
+    def fault(self, drops: bool = False) -> BlamedLine | None:
         """Return what is at fault; None where that is not in the file.
 
         Args:
@@ -155,7 +155,7 @@ class Search:
             calls = nodes(ast.Call, *([statement] if statement is not None else []))
             drop = any("dropout" in ast.unparse(each.func).lower() for each in calls)
             if drop and self.state(one) == "wrong":
-                return Fault(one.line, statement, one)
+                return BlamedLine(one.line, statement, one)
         if watch.failed is not None and watch.failed[0]:
             frame, line, _ = watch.failed
             return self._back(frame, line, watch.frames[frame].time)
@@ -165,7 +165,7 @@ class Search:
                 return self._back(own.frame, own.line, own.time)
         return None
 
-    def at(self, line: int) -> Fault:
+    def at(self, line: int) -> BlamedLine:
         """Return what is at fault where a line of the only call gives something wrong."""
         return self._back(next(iter(self.watch.frames)), line, self.watch.time + 1)
 
@@ -205,8 +205,8 @@ class Search:
             return "right" if is_known or abs(numbers.item()) >= -HIDDEN else "wrong"
         turn = self.turn(one)
         known = twin.right(name) if turn is None else [turn]
-        whole = value.kind == "tensors" and any(each.kind == "tensors" for each in known)
-        rows = [] if is_named or whole else _rows(value)
+        final = value.kind == "tensors" and any(each.kind == "tensors" for each in known)
+        rows = [] if is_named or final else _rows(value)
         if value.is_one_of(known) or (rows and all(row.is_one_of(known) for row in rows)):
             return "right"
         grows = filled or is_growth(self.watch.statement(one.frame, one.line))
@@ -215,7 +215,7 @@ class Search:
         early = known if turn is not None else [*known, *twin.early(name)]
         return "early" if any(value.fits(each) for each in early) else "wrong"
 
-    def turn(self, one: Event) -> Plain | None:
+    def turn(self, one: Event) -> Numbers | None:
         """Return what the twin's variable holds at the same turn of a loop; None where they do not
         take turns together."""
         own, right = (each.turns(one.name) for each in (self.watch, self.twin.watch))
@@ -225,12 +225,12 @@ class Search:
         pairs = zip(own, right, strict=False)
         return next((its[-1].value for each, its in pairs if one in each), None)
 
-    def _back(self, frame: int, line: int, time: int, event: Event | None = None) -> Fault:
+    def _back(self, frame: int, line: int, time: int, event: Event | None = None) -> BlamedLine:
         """Return the first line that makes something wrong of what is right, back from a line."""
         watch, named = self.watch, self.twin.named
         statement = watch.statement(frame, line)
         if statement is None:
-            return Fault(line, None, event)
+            return BlamedLine(line, None, event)
         before = {one.name: one for one in watch.events if one.frame == frame and one.time < time}
         read = watch.trial.ours.get(line) or _read(statement)
         used = sorted((before[name] for name in read & {*before}), key=lambda e: e.time)
@@ -258,7 +258,7 @@ class Search:
                 hands_on = event is not None and event.value and one.value.fits(event.value)
                 if hands_on or not one.value.is_one_of(self.twin.values):
                     return self._back(one.frame, one.line, one.time, one)
-        return Fault(line, statement, event)
+        return BlamedLine(line, statement, event)
 
     def _is_early(self, one: Event) -> bool:
         """Return True if a variable is on its way, or an argument does not hold what was given."""
@@ -303,23 +303,23 @@ class Search:
             scope |= {key: copy(each[-1] if it is None else it) for (key, each), it in pairs}
             with contextlib.suppress(Exception):
                 exec(code, scope)
-                made = [(name, plain(scope[name])) for name in targets]
+                results = [(name, plain(scope[name])) for name in targets]
                 known = {name: [*self.twin.right(name), *self.twin.early(name)] for name in targets}
-                if all(value and value.is_one_of(known[name]) for name, value in made):
+                if all(value and value.is_one_of(known[name]) for name, value in results):
                     return True
         return False
 
-    def _unfinished(self, one: Event, statement: ast.stmt) -> Fault:
+    def _unfinished(self, one: Event, statement: ast.stmt) -> BlamedLine:
         """Return what to blame for a variable that is still on its way: of a list that is too
         short, the `return` that ends the loop, or the loop that fills it."""
         here, around = self.watch.statement(one.frame, one.line), self.watch.loops(one)
         if around and is_growth(here):
             ends = isinstance(statement, ast.Return) and statement in ast.walk(around[-1])
             here = statement if ends else around[-1]
-        return Fault(here.lineno if here is not None else one.line, here, one)
+        return BlamedLine(here.lineno if here is not None else one.line, here, one)
 
 
-def _agree(own: Plain | None, right: Plain | None) -> bool:
+def _agree(own: Numbers | None, right: Numbers | None) -> bool:
     return bool(own and right and own.shape == right.shape and own.fits(right))
 
 

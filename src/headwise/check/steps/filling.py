@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 
-from ..syntax import Source, names, nodes
+from ..syntax import ParsedFile, names, nodes
 
 
 def fill(
-    source: Source, code: Mapping[str, Mapping[str, str]]
+    source: ParsedFile, code: Mapping[str, Mapping[str, str]]
 ) -> tuple[ast.Module, dict[int, set[str]], set[str]]:
     """Fill the blanks of a file with code: for each part, by the key of each blank.
 
@@ -17,7 +17,7 @@ def fill(
         Its syntax, in which every statement keeps its line; the lines that are not its author's,
         each with the names that it reads; and the parts with a blank that headwise cannot fill.
 
-    >>> source = Source("def double(x):\\n    y = None\\n    return y")
+    >>> source = ParsedFile("def double(x):\\n    y = None\\n    return y")
     >>> print(ast.unparse(fill(source, {"double": {"y": "2 * x"}})[0]))
     def double(x):
         y = 2 * x

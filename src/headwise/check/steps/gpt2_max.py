@@ -19,7 +19,7 @@ import torch
 
 from ..rules import passed
 from ..verdict import Finding
-from .base import Call, StepPart, Trial, Wrong, step
+from .base import StepCall, StepPart, Trial, Wrong, step
 from .modules import GPT, SIZES, E, T, call_part, config, inputs, layer_of, mask_of, wrong_size
 
 
@@ -42,12 +42,12 @@ def _built(trial: Trial) -> Any:
     with default_device(CPU()), lazy:
         layer = trial.get(GPT)(config())
     draw = np.random.default_rng(0)
-    trial.made["weights"] = weights = {
+    trial.results["weights"] = weights = {
         name: draw.normal(0, 0.3, [int(size) for size in parameter.shape]).astype(np.float32)
         for name, parameter in layer.parameters
     }
     layer.load_state_dict({name: Tensor.from_dlpack(array) for name, array in weights.items()})
-    trial.made |= {"layer": layer, "outputs": _outputs(trial, layer)}
+    trial.results |= {"layer": layer, "outputs": _outputs(trial, layer)}
     return layer
 
 
@@ -102,14 +102,14 @@ def _outputs(trial: Trial, layer: Any) -> dict[str, Any]:
     return results | dict(zip(order, tensors, strict=True))
 
 
-def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
+def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
     """Yield the calls: the file's parts have run already, the twin's run now."""
 
     def call(one: Trial) -> Any:
         if one is trial:
             if not part.owner and part.short == GPT:
                 return _built(trial)
-            out = trial.made["outputs"][part.short]
+            out = trial.results["outputs"][part.short]
             if isinstance(out, Exception):
                 raise out
             return out
@@ -117,22 +117,22 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
             return mask_of(one, T, 0)
         layer = layer_of(one, GPT)
         for name, own in layer.state_dict().items():
-            weight = torch.from_numpy(trial.made["weights"].get(name, own.numpy()))
+            weight = torch.from_numpy(trial.results["weights"].get(name, own.numpy()))
             own.copy_(weight if weight.shape == own.shape else own)
         return layer if part.short == GPT else call_part(layer, part.short, inputs())
 
-    yield Call(call)
+    yield StepCall(call)
 
 
 def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Any) -> Wrong | None:
     if part.short != GPT or failed is not None:
         return None
-    return wrong_size(part, trial.made["layer"], layer_of(twin, GPT))
+    return wrong_size(part, trial.results["layer"], layer_of(twin, GPT))
 
 
-def _whole(trial: Trial) -> list[Finding]:
-    said = "The output is that of GPT-2's attention on PyTorch, with the same weights."
-    return [passed("definition", said)]
+def _final(trial: Trial) -> list[Finding]:
+    message = "The output is that of GPT-2's attention on PyTorch, with the same weights."
+    return [passed("definition", message)]
 
 
-GPT2_MAX = step("gpt2-max", SIZES | {"E": E}, _calls, _whole, _judge, _absent)
+GPT2_MAX = step("gpt2-max", SIZES | {"E": E}, _calls, _final, _judge, _absent)

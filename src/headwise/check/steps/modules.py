@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import check
 from ..verdict import Finding
-from .base import Call, Step, StepPart, Trial, Wrong, step
+from .base import Step, StepCall, StepPart, Trial, Wrong, step
 from .blame import Search
 from .tracing import HIDDEN, Watch
 
@@ -51,16 +51,16 @@ def build(one: Trial, owner: str, d_in: int = D_IN, biased: bool = False) -> nn.
 def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
     """Return the layer of a trial, with random weights; its twin's has the same."""
     key = f"{owner}, biased" if biased else owner
-    if key not in one.made:
+    if key not in one.results:
         torch.manual_seed(0)
-        one.made[key] = build(one, owner, biased=biased)
-        for weight in getattr(one.made[key], "parameters", list)():
+        one.results[key] = build(one, owner, biased=biased)
+        for weight in getattr(one.results[key], "parameters", list)():
             nn.init.normal_(weight, std=0.3)
-    layer, theirs = one.made[key], one.made.get("of", one)
+    layer, theirs = one.results[key], one.results.get("of", one)
     linears = [each for each in getattr(layer, "named_modules", list)() if hasattr(each[1], "bias")]
-    for name, own in linears if theirs is not one and key in theirs.made else ():
+    for name, own in linears if theirs is not one and key in theirs.results else ():
         with contextlib.suppress(Exception), torch.no_grad():  # a wrong one is another finding
-            other = theirs.made[key].get_submodule(name)
+            other = theirs.results[key].get_submodule(name)
             bias = other(torch.zeros(1, own.in_features))
             own.weight.copy_((other(torch.eye(own.in_features)) - bias).T)
             if own.bias is not None:
@@ -83,16 +83,16 @@ def call_part(layer: Any, name: str, given: dict[str, Any]) -> Any:
     return out[0] if isinstance(out, tuple) and name == "_attn" else out
 
 
-def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
+def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
     owner, short = part.owner, part.short
     settings = (False, True)[: 1 + (GPT not in (owner, short))]  # biased, with dropout
     if short == "causal_mask":
-        yield Call(lambda one: mask_of(one, T, 0))
+        yield StepCall(lambda one: mask_of(one, T, 0))
         words = "With 2 cached tokens, "
-        yield Call(lambda one: mask_of(one, 3, 2), "warning", words, part.hints["cached"][0])
+        yield StepCall(lambda one: mask_of(one, 3, 2), "warning", words, part.hints["cached"][0])
     elif not owner:
         for biased in settings:
-            yield Call(lambda one, biased=biased: layer_of(one, short, biased))
+            yield StepCall(lambda one, biased=biased: layer_of(one, short, biased))
     elif short in (*OF_HEADS, "forward"):
 
         def call(one: Trial, biased: bool = False) -> Any:
@@ -101,10 +101,10 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
             torch.manual_seed(0)
             return call_part(layer, short, given)
 
-        yield Call(call)
+        yield StepCall(call)
         if settings[1:] and part.name not in trial.blank:  # else which line drops is open
             hint = "Dropout works once, on the weights: `self.dropout(weights)` after the softmax."
-            yield Call(lambda one: call(one, True), words="In training, ", hint=hint)
+            yield StepCall(lambda one: call(one, True), words="In training, ", hint=hint)
 
 
 def mask_of(one: Trial, queries: int, cached: int) -> Any:
@@ -133,8 +133,8 @@ def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> 
         mask = watch.run(lambda one: mask_of(one, T, 0))
         given = [(one.line, one.value) for one in (*watch.events, *watch.returns) if one.value]
         low = [line for line, one in given if bool((one.numbers.clamp(-1e30) < HIDDEN).any())]
-        said = "`causal_mask` hides with a large negative number, which large scores see through"
-        wrong = Wrong((*low, part.name)[0], f"{said}, and not with -inf", "warning")
+        message = "`causal_mask` hides with a large negative number, which large scores see through"
+        wrong = Wrong((*low, part.name)[0], f"{message}, and not with -inf", "warning")
         return None if bool(mask.isinf().any()) else wrong
     for biased in (False, True):
         layers = [layer_of(one, part.owner or part.name, biased) for one in (trial, twin)]
@@ -155,8 +155,8 @@ def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> 
             differs = ((own.reshape(right.shape) != 0) != (right != 0)).nonzero().tolist()
             if differs:
                 number = own.reshape(right.shape)[tuple(differs[0])]
-                said = f"is {number:g} at {differs[0]}; it should be 1 where the key comes later"
-                return Wrong(part.name, f"`{part.name}` {said}, and 0 elsewhere")
+                message = f"is {number:g} at {differs[0]}; it should be 1 where the key comes later"
+                return Wrong(part.name, f"`{part.name}` {message}, and 0 elsewhere")
     return None
 
 
@@ -183,11 +183,11 @@ def _agree(layers: list[Any]) -> bool:
 
 
 def _step(name: str, owner: str, **sizes: int) -> Step:
-    def whole(trial: Trial) -> Iterable[Finding]:
+    def final(trial: Trial) -> Iterable[Finding]:
         torch.manual_seed(0)
         return check(build(trial, owner, E), embed_dim=E, num_heads=H, causal=True).results
 
-    return step(name, SIZES | sizes, _calls, whole, _judge)
+    return step(name, SIZES | sizes, _calls, final, _judge)
 
 
 PER_HEAD = _step("per_head", WRAPPER)

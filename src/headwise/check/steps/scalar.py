@@ -15,7 +15,7 @@ from torch import Tensor
 from ..rules import passed
 from ..syntax import nodes
 from ..verdict import Finding
-from .base import Call, StepPart, Trial, Wrong, step
+from .base import StepCall, StepPart, Trial, Wrong, step
 from .blame import Search
 from .tracing import changed
 
@@ -38,7 +38,7 @@ def _flat(value: Any) -> list[Any]:
     return [one for each in value for one in _flat(each)] if many else [value]
 
 
-def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
+def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
     draw = torch.Generator().manual_seed(0)
     given: list[dict[str, Any]] = [{"scores": [0.5, -1.0, 2.0]}, {"scores": [0.0, 1000.0, 1001.0]}]
     if part.name == "linear":
@@ -46,7 +46,7 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
         given = [{name: torch.randn(size, generator=draw) for name, size in sizes.items()}]
     if part.name != "attention":
         for each in given:
-            yield Call(lambda one, each=each: _keep(one, part.name, each))
+            yield StepCall(lambda one, each=each: _keep(one, part.name, each))
         return
     x = torch.randn(T, E, generator=draw)
     weights = {name: torch.randn(E, E, generator=draw) / E**0.5 for name in WEIGHTS}
@@ -55,37 +55,39 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
         rows, numbers = _numbers(one, x), {name: _numbers(one, w) for name, w in weights.items()}
         keys, values, attention = [], [], one.get("attention")
         outs = [attention(row, *numbers.values(), keys, values, H) for row in rows]
-        one.made |= {"out": outs, "given": {"x": rows, **numbers}}
+        one.results |= {"out": outs, "given": {"x": rows, **numbers}}
         return outs
 
-    yield Call(attend)
+    yield StepCall(attend)
 
 
 def _keep(one: Trial, name: str, given: dict[str, Any]) -> Any:
     """Call a function; what it gets and gives is kept for `_judge`."""
-    one.made["given"] = {key: _numbers(one, value) for key, value in given.items()}
-    one.made["out"] = out = one.get(name)(*one.made["given"].values())
+    one.results["given"] = {key: _numbers(one, value) for key, value in given.items()}
+    one.results["out"] = out = one.get(name)(*one.results["given"].values())
     return out
 
 
 def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wrong | None:
     """Return what is wrong beside the numbers: keys or values that are not kept, a cut graph."""
-    made = trial.made
+    results = trial.results
     if search is not None:
-        return _kept(search) if part.name == "attention" else None
+        return _wrong_cache(search) if part.name == "attention" else None
     if not hasattr(getattr(trial.module, "Value", None), "backward"):
         return None
-    for number in _flat(made["out"])[:: max(1, len(_flat(made["out"])) - 1)]:
+    for number in _flat(results["out"])[:: max(1, len(_flat(results["out"])) - 1)]:
         if hasattr(number, "backward"):
             number.backward()
-    for name, value in made["given"].items():
+    for name, value in results["given"].items():
         if not any(one.grad for one in _flat(value)):
-            said = f"`{part.name}` gives the right numbers, but no gradient leads back to `{name}`"
-            return Wrong(part.name, said)
+            message = (
+                f"`{part.name}` gives the right numbers, but no gradient leads back to `{name}`"
+            )
+            return Wrong(part.name, message)
     return None
 
 
-def _kept(search: Search) -> Wrong | None:
+def _wrong_cache(search: Search) -> Wrong | None:
     """Return which of `keys` and `values` does not hold the first token's own when it is used."""
     events = [one for one in search.watch.events if one.frame == search.watch.events[0].frame]
     first = {one.name: one for one in reversed(events)}
@@ -97,13 +99,13 @@ def _kept(search: Search) -> Wrong | None:
         if not grown or grown[0] > min(uses, default=search.watch.time):
             statements = nodes(ast.stmt, search.watch.function or ast.Pass())
             lines = [one.lineno for one in statements if name in changed(one)]
-            said = f"`{name}` holds nothing of the token itself when the scores are made"
-            return Wrong([*lines, first[row].line][0], said)
+            message = f"`{name}` holds nothing of the token itself when the scores are made"
+            return Wrong([*lines, first[row].line][0], message)
     return None
 
 
-def _whole(_: Trial) -> list[Finding]:
+def _final(_: Trial) -> list[Finding]:
     return [passed("step-whole", "Every part alone is all there is.")]
 
 
-SCALAR = step("scalar", {"E": E, "D": D}, _calls, _whole, _judge)
+SCALAR = step("scalar", {"E": E, "D": D}, _calls, _final, _judge)

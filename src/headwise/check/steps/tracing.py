@@ -25,7 +25,7 @@ HIDDEN = -1e4
 LISTS = {"floats", "Values", "new Values", "tensors"}
 
 
-class Plain(NamedTuple):
+class Numbers(NamedTuple):
     """Numbers, and what holds them: an `int`, a `tensor`, a list of `floats` or of `Values`.
 
     `new Values` hold numbers alone, and do not know what they were made of.
@@ -43,7 +43,7 @@ class Plain(NamedTuple):
         """Return True if a list does not know what it was made of."""
         return self.kind in ("floats", "new Values") and self.numbers.numel() > 0
 
-    def fits(self, right: Plain) -> bool:
+    def fits(self, right: Numbers) -> bool:
         """Return True if these numbers are the right ones, or the beginning of the right list."""
         if (right.kind == "int") != (self.kind == "int") or (self.cut and right.kind == "Values"):
             return False
@@ -56,16 +56,16 @@ class Plain(NamedTuple):
         a, b = (one.flatten().clamp(min=HIDDEN) for one in (a, b))
         return sizes == others and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
-    def is_one_of(self, known: list[Plain]) -> bool:
+    def is_one_of(self, known: list[Numbers]) -> bool:
         """Return True if these are right numbers; a list is so when it is whole."""
-        whole = self.shape[:1] if self.kind in LISTS else None
-        return any(self.fits(one) and (not whole or whole == one.shape[:1]) for one in known)
+        final = self.shape[:1] if self.kind in LISTS else None
+        return any(self.fits(one) and (not final or final == one.shape[:1]) for one in known)
 
 
-def plain(value: Any) -> Plain | None:
+def plain(value: Any) -> Numbers | None:
     """Return the numbers in a value; None where there are none, or in lists of several lengths."""
     if isinstance(value, Tensor):
-        return Plain("tensor", value.detach().double().clone())
+        return Numbers("tensor", value.detach().double().clone())
     leaf = value
     while isinstance(leaf, (list, tuple)) and leaf:
         leaf = leaf[0]
@@ -73,9 +73,9 @@ def plain(value: Any) -> Plain | None:
     kind = kind if hasattr(leaf, "data") else "floats"
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if isinstance(value, (list, tuple)) and isinstance(leaf, Tensor):
-            return Plain("tensors", torch.stack([*value]).detach().double())
+            return Numbers("tensors", torch.stack([*value]).detach().double())
         kind = kind if isinstance(value, (list, tuple)) else type(value).__name__
-        return Plain(kind, torch.tensor(_floats(value)).double())
+        return Numbers(kind, torch.tensor(_floats(value)).double())
     return None
 
 
@@ -86,7 +86,7 @@ def _floats(value: Any) -> Any:
 
 
 class Event(NamedTuple):
-    """What a variable was given in a line, or, by the name "return", what a function gave.
+    """A value that a variable gets in a line, or, with the name "return", the result of a function.
 
     `frame` is the call that the line is part of, `time` counts the lines that were run, and
     `caller`, of "return", is the frame and the time of the line that called.
@@ -96,7 +96,7 @@ class Event(NamedTuple):
     line: int
     frame: int
     time: int
-    value: Plain | None
+    value: Numbers | None
     raw: Any
     caller: tuple[int, int] = (0, 0)
 

@@ -1,4 +1,4 @@
-"""Say what is wrong with a part: the line, what it makes, and what it should make."""
+"""Describe a fault of a part: the line, the value it computes and the value it should compute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from ..syntax import Function, nodes, quoted, unused
 from ..verdict import Finding
-from .base import ROWS, Call, StepPart, Trial
-from .blame import Fault, Search
-from .tracing import Event, Plain, changed, plain
+from .base import ROWS, StepCall, StepPart, Trial
+from .blame import BlamedLine, Search
+from .tracing import Event, Numbers, changed, plain
 
 TRAINING = "In training, "
 SIGNS = {ast.Div: "/", ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.MatMult: "@"}
@@ -22,31 +22,33 @@ SIGNS = {ast.Div: "/", ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.MatMult: "
 
 def shape_of(value: Any) -> str:
     """Return what a call gave, for a sentence: its shape, or what it is instead."""
-    numbers = value if isinstance(value, Plain) else plain(value)
+    numbers = value if isinstance(value, Numbers) else plain(value)
     if numbers is None or type(value) is tuple:
         return f"a {type(value).__name__}" if value is not None else "None"
     return str(numbers.shape) if len(numbers.shape) != 1 else f"a list of {numbers.shape[0]}"
 
 
-def told(trial: Trial, part: StepPart, call: Call, search: Search, out: Any, level: int) -> Finding:
+def failure(
+    trial: Trial, part: StepPart, call: StepCall, search: Search, out: Any, level: int
+) -> Finding:
     """Return the finding on a call that gives something else than its twin, or that fails."""
     fault = search.fault(call.words == TRAINING)
     error = search.watch.failed[2] if search.watch.failed is not None else None
-    said = f"`{part.short}` gives {_other(out, search.twin.out)}"
+    message = f"`{part.short}` gives {_other(out, search.twin.out)}"
     hint = call.hint or part.hint(key_of(search, fault) if fault else "return", level)
     if error is not None:
-        said = f"`{part.short}` fails: {type(error).__name__}: {' '.join(str(error).split())}"
-        hint = f"{_cure(trial, error)} {hint}".strip()
+        message = f"`{part.short}` fails: {type(error).__name__}: {' '.join(str(error).split())}"
+        hint = f"{_fix(trial, error)} {hint}".strip()
     failed = search.watch.failed[1] if search.watch.failed is not None else 0
     line = fault.line if fault else failed or trial.source.line(trial.names[part.name])
     if fault is not None and (lost := thrown(trial, search.watch.function, fault.line)):
         return Finding(part.rule, call.severity, lost, hint)
     if fault is not None and fault.event is not None and fault.event.name != "return":
-        said = _variable(search, fault.event)
+        message = _variable(search, fault.event)
     at = f" ({quoted(trial.path, line)})" if line else ""
     if failed not in (0, line):
         at += f", which makes line {failed} fail"
-    return Finding(part.rule, call.severity, f"{call.words}{said.rstrip('.')}{at}.", hint)
+    return Finding(part.rule, call.severity, f"{call.words}{message.rstrip('.')}{at}.", hint)
 
 
 def _variable(search: Search, one: Event) -> str:
@@ -60,16 +62,18 @@ def _variable(search: Search, one: Event) -> str:
     turn = search.turn(one)
     alike = (each for each in right if value and each.shape == value.shape)
     letters = ", ".join(twin.part.shapes.get(name, "").split())
-    said = _other(one.raw, turn or next(alike, right[-1]), f"[{letters}], here " if letters else "")
+    message = _other(
+        one.raw, turn or next(alike, right[-1]), f"[{letters}], here " if letters else ""
+    )
     for other, values in finals.items():
         if value and value.shape and other != name and any(value.fits(each) for each in values):
-            return f"`{name}` is {said}; it holds what `{other}` should hold"
-    return f"`{name}` is {said}"
+            return f"`{name}` is {message}; it holds what `{other}` should hold"
+    return f"`{name}` is {message}"
 
 
 def _other(value: Any, right: Any, letters: str = "") -> str:
     """Return how a value differs from the right one."""
-    got, want = plain(value), right if isinstance(right, Plain) else plain(right)
+    got, want = plain(value), right if isinstance(right, Numbers) else plain(right)
     if got is None or want is None or got.shape != want.shape:
         return f"{shape_of(value)}; it should be {letters}{shape_of(want or right)}"
     if not want.shape:
@@ -80,28 +84,30 @@ def _other(value: Any, right: Any, letters: str = "") -> str:
     a, b = got.numbers, want.numbers
     if bool(a.isnan().any() and not b.isnan().any()):
         return f"{got.shape} with NaN: 0 times infinity is NaN, and so is inf - inf"
-    apart = ~torch.isclose(a, b, rtol=1e-4, atol=1e-5)
+    different = ~torch.isclose(a, b, rtol=1e-4, atol=1e-5)
     first = tuple(
-        (apart.nonzero() if bool(apart.any()) else apart.new_zeros(1, a.dim()))[0].tolist()
+        (different.nonzero() if bool(different.any()) else different.new_zeros(1, a.dim()))[
+            0
+        ].tolist()
     )
-    said = f"{got.shape} with other numbers: {[*first]} is {a[first]:.4g}, not {b[first]:.4g}"
+    message = f"{got.shape} with other numbers: {[*first]} is {a[first]:.4g}, not {b[first]:.4g}"
     ratio = (a / b)[(b.abs() > 1e-6) & b.isfinite()]
     if ratio.numel() > 1 and torch.allclose(ratio, ratio[:1].clamp(-1e9, 1e9), rtol=1e-3):
-        return f"{said}; each is {ratio[0]:.4g} times what it should be"
+        return f"{message}; each is {ratio[0]:.4g} times what it should be"
     for one, other in itertools.combinations(range(a.dim()), 2):
         turned = a.transpose(one, other)
         if turned.shape == b.shape and torch.allclose(turned, b, rtol=1e-4, atol=1e-5):
-            return f"{said}; axes {one} and {other} are swapped"
-    return said
+            return f"{message}; axes {one} and {other} are swapped"
+    return message
 
 
-def key_of(search: Search, fault: Fault) -> str:
+def key_of(search: Search, fault: BlamedLine) -> str:
     """Return the key of the hint: the variable that a line makes, or else the next one."""
-    hints, made = search.twin.part.hints, changed(fault.statement)
-    made |= {fault.event.name} if fault.event is not None else set()
+    hints, results = search.twin.part.hints, changed(fault.statement)
+    results |= {fault.event.name} if fault.event is not None else set()
     lines = {one.name: one.line for one in search.watch.events}
-    if made & {*hints} or isinstance(fault.statement, ast.Return):
-        return next((key for key in hints if key in made), "return")
+    if results & {*hints} or isinstance(fault.statement, ast.Return):
+        return next((key for key in hints if key in results), "return")
     return next((key for key in hints if lines.get(key, 0) >= fault.line), "return")
 
 
@@ -127,8 +133,8 @@ def near(name: str, known: set[str]) -> str:
     return next(iter(difflib.get_close_matches(name, sorted(known - {name}), 1, 0.75)), "")
 
 
-def _cure(trial: Trial, error: Exception) -> str:
-    """Return what to do about an exception whose words tell it."""
+def _fix(trial: Trial, error: Exception) -> str:
+    """Return the fix for an exception with a known message."""
     if unknown := re.search(r"'(\w+)' object has no attribute '(\w+)'", str(error)):
         meant = near(unknown[2], trial.source.attributes(unknown[1]))
         if meant:
