@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from headwise.telemetry import Alarm
-from headwise.telemetry.figures import Figures
+from headwise.telemetry.figures import HeadMetrics
 from headwise.telemetry.history import HistoryWriter
-from headwise.telemetry.rules import Record
+from headwise.telemetry.rules import RecordedStep
 
 LAYERS = {"blocks.0.attn": 3, "blocks.1.attn": 2}
 STEPS = (1, 10, 20, 30, 40, 50, 60)
@@ -21,20 +21,22 @@ ALARMS = (
 )
 
 
-def drawn(step: int, heads: int, seed: int) -> dict[str, Figures]:
+def drawn(step: int, heads: int, seed: int) -> dict[str, HeadMetrics]:
     """Figures of a step: two sampled means, a share among them, and a maximum that grows."""
     draw = np.random.default_rng((seed, step))
 
-    def mean(values: np.ndarray, error: float) -> Figures:
+    def mean(values: np.ndarray, error: float) -> HeadMetrics:
         count = np.full(heads, 12.0)
-        return Figures("mean", np.stack([count, count * values, count, (count * error) ** 2]), 4, 8)
+        return HeadMetrics(
+            "mean", np.stack([count, count * values, count, (count * error) ** 2]), 4, 8
+        )
 
     largest = draw.uniform(3, 9, heads)
     largest[-1] *= 1 + step
     return {
         "entropy": mean(draw.uniform(0.5, 3, heads), 0.05),
         "first": mean(draw.uniform(0, 1, heads), 0.01),
-        "max_logit": Figures("maximum", largest[None], 8, 8),
+        "max_logit": HeadMetrics("maximum", largest[None], 8, 8),
     }
 
 
@@ -45,13 +47,13 @@ def write_history(
     alarms: Sequence[Alarm] = ALARMS,
     seed: int = 0,
     after: int = 0,
-    changed: Mapping[int, Mapping[str, Figures]] | None = None,
+    changed: Mapping[int, Mapping[str, HeadMetrics]] | None = None,
 ) -> Path:
     """Write a history, all steps at once; `changed` replaces figures of some of them."""
     heads = sum(layers.values())
     records = [
         (
-            Record(step, drawn(step, heads, seed) | dict((changed or {}).get(step, {}))),
+            RecordedStep(step, drawn(step, heads, seed) | dict((changed or {}).get(step, {}))),
             [alarm for alarm in alarms if alarm.step == step],
         )
         for step in steps

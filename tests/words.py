@@ -14,12 +14,21 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 # The packages and modules that are checked by default; the list grows until it is all of them.
-CLEAN = ["tutorial", "systems"]
+CLEAN = [
+    "check",
+    "integrations",
+    "models",
+    "parallel",
+    "systems",
+    "telemetry",
+    "tutorial",
+    "weights",
+]
 
 # First words of a docstring that open a clause instead of an instruction or a noun.
 CLAUSES = set(
     """what whether how who whose where which why when that those these its it they as of is are has
-    have does do whatever whoever whichever something everything somebody""".split()
+    have does whatever whoever whichever something everything somebody""".split()
 )
 # The docstring of a function is imperative: `Return`, not `Returns`. Plural nouns are in no list.
 THIRD_PERSON = set(

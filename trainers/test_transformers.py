@@ -108,7 +108,7 @@ def test_a_stop_saves_first(tmp_path: Path) -> None:
 
 
 def test_what_the_trainer_tells_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MonitorCallback\(model=…\): the trainer tells"):
+    with pytest.raises(ValueError, match=r"MonitorCallback\(model=…\): the trainer sets it"):
         hw.integrations.MonitorCallback(model=model())
 
 

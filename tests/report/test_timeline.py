@@ -33,7 +33,7 @@ from headwise.report.timeline import (
     matched,
     read_timeline,
 )
-from headwise.telemetry.figures import Figures
+from headwise.telemetry.figures import HeadMetrics
 from histories import ALARMS, LAYERS, STEPS, drawn, write_history
 from sessions import pattern, sessions
 
@@ -81,7 +81,7 @@ def test_a_run_is_read_by_folder_file_or_history(folder: Path, tmp_path: Path) -
 
 def test_what_was_not_seen_differs_from_what_is_not_finite(tmp_path: Path) -> None:
     data = np.array([[5.0, 0, 5, 5, 5], [1.0, 0, math.nan, math.inf, 2], [0.0] * 5, [0.0] * 5])
-    changed = {30: {"entropy": Figures("mean", data, 8, 8)}}
+    changed = {30: {"entropy": HeadMetrics("mean", data, 8, 8)}}
     read = read_timeline(write_history(tmp_path / "heads.sqlite", changed=changed))
     assert read.tracks["entropy"].values[3].tolist()[2:] == [math.inf, math.inf, 0.4]
     assert np.isnan(read.tracks["entropy"].values[3, 1])

@@ -53,7 +53,8 @@ class ParsedFile:
     Raises:
         SyntaxError: it is no Python.
 
-    >>> source = ParsedFile("import math\\nclass Head(Module):\\n    def forward(self, x): return None")
+    >>> text = "import math\\nclass Head(Module):\\n    def forward(self, x): return None"
+    >>> source = ParsedFile(text)
     >>> source.unbound
     {'Module': 2}
     >>> source.blanks("Head.forward")

@@ -18,22 +18,22 @@ from ..telemetry.rules import Alarm
 
 
 class _TrainersMonitor(Monitor):
-    """A monitor whose steps a trainer tells of, and which the trainer stops for."""
+    """A monitor without a hook: a trainer reports its steps, and stops when it requires so."""
 
     stopping = False
 
-    def _hear(self, said: str, optimizer: torch.optim.Optimizer) -> None:
-        """The trainer tells."""
+    def _hook_optimizer(self, call: str, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the trainer reports its steps."""
 
     def _stop(self, alarms: Sequence[Alarm]) -> None:
         self.stopping = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has been called, which a GradScaler may have told to do nothing."""
+        """End a call of the optimizer, which a GradScaler may have skipped."""
         self._stepped(optimizer)
 
     def ended(self) -> None:
-        """A step is over."""
+        """End a step."""
         self._end()
 
 
@@ -42,24 +42,24 @@ _SETTINGS = [name for name in inspect.signature(Monitor).parameters if name not 
 
 
 class _Callback:
-    """Holds the settings until the trainer starts, and the monitor while it trains."""
+    """Hold the settings until the trainer starts, and the monitor while it trains."""
 
     monitor: _TrainersMonitor | None = None
-    """The monitor of the training that runs, or ran last."""
+    """The monitor of the running or last training."""
 
     def __init__(self, **settings: Any) -> None:
         for name in settings:
             if name in _TRAINERS:
                 raise ValueError(
-                    f"{type(self).__name__}({name}=…): the trainer tells; leave it out."
+                    f"{type(self).__name__}({name}=…): the trainer sets it; leave it out."
                 )
             if name not in _SETTINGS:
                 near = get_close_matches(name, _SETTINGS, n=1)
-                told = (
+                hint = (
                     f"did you mean {near[0]}=?" if near else f"there are: {', '.join(_SETTINGS)}."
                 )
                 raise TypeError(
-                    f"{type(self).__name__}({name}=…): there is no such setting; {told}"
+                    f"{type(self).__name__}({name}=…): there is no such setting; {hint}"
                 )
         self._settings = settings
 
@@ -76,20 +76,20 @@ class _Callback:
 
 @cache
 def _kind_of(cls: type, base: type) -> type:
-    """A class that is both ours and a trainer's, whose package is imported only now."""
+    """Return a subclass of ours and of a trainer's class, whose package is imported only now."""
     return type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
 class MonitorCallback(_Callback):
     """Run a `Monitor` as a callback of transformers' `Trainer`: `callbacks=[MonitorCallback(…)]`.
 
-    Settings are those of `Monitor`; model, optimizer and steps are the trainer's, also of one that
-    resumes from a checkpoint. A rule with `then="stop"` has the trainer save, then stop.
+    Settings are those of `Monitor`; model, optimizer and steps come from the trainer, also when it
+    resumes from a checkpoint. A rule with `then="stop"` makes the trainer save, then stop.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: a setting that the trainer tells itself.
-        TypeError: a setting that `Monitor` has not.
+        ValueError: a setting that comes from the trainer.
+        TypeError: a setting that `Monitor` does not have.
     """
 
     def __new__(cls, **settings: Any) -> MonitorCallback:
@@ -129,14 +129,14 @@ class MonitorCallback(_Callback):
 class LightningMonitor(_Callback):
     """Run a `Monitor` as a callback of Lightning's `Trainer`: `callbacks=[LightningMonitor(…)]`.
 
-    Settings are those of `Monitor`; the model is the `LightningModule`, steps are those of the
-    trainer's first optimizer. A rule with `then="stop"` has the trainer save
+    Settings are those of `Monitor`; the model is the `LightningModule`, the steps are those of the
+    trainer's first optimizer. A rule with `then="stop"` makes the trainer save
     `headwise-stop-STEP.ckpt` in its `default_root_dir`, then stop.
 
     Raises:
         ImportError: neither lightning nor pytorch_lightning is installed.
-        ValueError: a setting that the trainer tells itself.
-        TypeError: a setting that `Monitor` has not.
+        ValueError: a setting that comes from the trainer.
+        TypeError: a setting that `Monitor` does not have.
     """
 
     def __new__(cls, **settings: Any) -> LightningMonitor:
@@ -146,18 +146,18 @@ class LightningMonitor(_Callback):
         optimizer = trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._start(pl_module, optimizer, trainer.global_step, scaler)
-        self._hook = hook_steps(check_model("Monitor", pl_module), optimizer, self._told)
+        self._hook = hook_steps(check_model("Monitor", pl_module), optimizer, self._after_step)
 
-    def _told(self, optimizer: Any) -> None:
+    def _after_step(self, optimizer: Any) -> None:
         if self.monitor is not None:
             self.monitor.pause()
             self.monitor.stepped(optimizer)
 
-    def on_train_batch_start(self, *told: Any) -> None:
+    def on_train_batch_start(self, *args: Any) -> None:
         if self.monitor is not None:
             self.monitor.resume()
 
-    def on_train_batch_end(self, trainer: Any, *told: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         monitor = self.monitor
         if monitor is None or not monitor.stopping or trainer.should_stop:
             return
@@ -168,7 +168,7 @@ class LightningMonitor(_Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end()
 
-    def on_exception(self, *told: Any) -> None:
+    def on_exception(self, *args: Any) -> None:
         self._end()
 
     def _end(self) -> None:
@@ -180,7 +180,7 @@ class LightningMonitor(_Callback):
 
 
 def _lightning_callback() -> type:
-    """The class of Lightning's callbacks, from whichever package is installed.
+    """Return the class of Lightning's callbacks, from the installed package.
 
     Raises:
         ImportError: none is.
