@@ -406,9 +406,18 @@ def test_columns_and_pandas(path: Path) -> None:
     writer.close()
     history = hw.History(path)
     columns = history.columns()
-    assert list(columns) == ["step", "layer", "head", "entropy", "entropy_se", "max_logit"]
+    assert list(columns) == [
+        "step",
+        "layer",
+        "head",
+        "module",
+        "entropy",
+        "entropy_se",
+        "max_logit",
+    ]
     assert columns["step"].tolist() == [2] * 5 + [4] * 5
-    assert columns["layer"].tolist() == ["low", "low", "high", "high", "high"] * 2
+    assert columns["layer"].tolist() == [0, 0, 1, 1, 1] * 2
+    assert columns["module"].tolist() == ["low", "low", "high", "high", "high"] * 2
     assert columns["head"].tolist() == [0, 1, 0, 1, 2] * 2
     assert np.isnan(columns["entropy"]).tolist() == [False] * 5 + [True] * 5
     frame = history.to_pandas()

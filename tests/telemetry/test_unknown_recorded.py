@@ -90,7 +90,7 @@ def test_what_is_not_known_of_one_layer_is_missing_beside_others(tmp_path: Path)
         assert told[-1][f"headwise/{name}/1"] > 0
         assert len(logged(monitor.latest, monitor.layers)[1][f"headwise/{name}"]) == H
     columns = history.columns()
-    of_first = columns["layer"] == "0"
+    of_first = columns["module"] == "0"
     assert np.isnan(columns["query_norm"][of_first]).all()
     assert not np.isnan(columns["query_norm"][~of_first]).any()
 

@@ -1,7 +1,8 @@
 """Masks as values: who may attend to whom, and what is added to the scores.
 
 `True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
-allows, `~` what a mask forbids. Query `i` stands at key position `i + S − T`, so one mask fits
+allows, `~` what a mask forbids (`torch.compile` cannot trace `~`: write such a mask outside of what
+is compiled). Query `i` stands at key position `i + S − T`, so one mask fits
 training, prefill, chunked prefill and one-token decode. `allowed` is a mask's meaning; `interval`
 is a shortcut that must give exactly the same:
 

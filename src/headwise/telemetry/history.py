@@ -193,16 +193,19 @@ class History:
     # ── tables ──────────────────────────────────────────────────────────────────────────────────
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Return a table by columns: `step`, `layer`, `head`, and a number for each metric.
+        """Return a table by columns: `step`, `layer`, `head`, `module`, and each metric.
 
         It has a row for each recorded step and head, as `Watched.table()`. `<name>_se` is the
         standard error of sampled means; NaN if a metric was not recorded.
         """
         heads, steps = self.heads, np.array(self.steps, dtype=np.int64)
+        numbers = {module: layer for layer, module in enumerate(self.layers)}
+        layers = [numbers[module] for module, _ in heads]
         columns: dict[str, npt.NDArray[Any]] = {
             "step": np.repeat(steps, len(heads)),
-            "layer": np.tile(np.array([layer for layer, _ in heads], dtype=object), len(steps)),
+            "layer": np.tile(np.array(layers, dtype=np.int64), len(steps)),
             "head": np.tile(np.array([head for _, head in heads], dtype=np.int64), len(steps)),
+            "module": np.tile(np.array([name for name, _ in heads], dtype=object), len(steps)),
         }
         for name in self.statistics:
             series = self[name]
