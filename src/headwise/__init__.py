@@ -4,16 +4,6 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from .attend import attend
-from .capture import (
-    ablate,
-    ablation_scan,
-    accelerate,
-    attention_of,
-    head_outputs,
-    importance,
-    register,
-    watch,
-)
 from .check import check
 from .core.mask_algebra import Mask
 from .core.masks import ALiBi, Bias, Causal, Dense, Documents, Padding, Prefix, Window
@@ -50,6 +40,16 @@ if _TYPE_CHECKING:
     from . import testing as testing
     from . import tutorial as tutorial
     from . import weights as weights
+    from .capture import (
+        ablate,
+        ablation_scan,
+        accelerate,
+        attention_of,
+        head_outputs,
+        importance,
+        register,
+        watch,
+    )
     from .report.look import look
     from .report.page.timeline import timeline
     from .telemetry import History, Monitor
@@ -119,10 +119,13 @@ __all__ = [
     "watch",
 ]
 
-_LAZY_MODULES = (
-    "integrations models parallel report systems telemetry testing tutorial weights".split()
-)
+_LAZY_MODULES = """
+    capture integrations models parallel report systems telemetry testing tutorial weights
+""".split()
 _LAZY_NAMES = {
+    "capture": """
+        ablate ablation_scan accelerate attention_of head_outputs importance register watch
+    """,
     "report.look": "look",
     "report.page.timeline": "timeline",
     "telemetry": "History Monitor",
