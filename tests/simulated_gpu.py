@@ -36,6 +36,7 @@ from headwise.core import call as calls
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops, triton_api
 from headwise.kernels.interface import FIGURES, Problem
+from headwise.stats import sampling
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -355,7 +356,9 @@ def simulated() -> Iterator[Count]:
             patch(serve, "_PLAIN", plain)
             for module in (calls, torch_ops):
                 patch(module, "_PLAIN", plain)
+            for module in (calls, torch_ops, sampling):
                 patch(module, "_len_torch_dispatch_stack", lambda: 0)
+            stack.callback(sampling._kept_on.cache_clear)
             patch(triton_api, "_launch", _launch)
             patch(triton_api, "why_not", lambda *_: "")
             patch(torch.cuda, "_lazy_init", lambda: None)

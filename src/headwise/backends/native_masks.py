@@ -69,9 +69,9 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
             length = _per_query(part.lengths.to(device).view(-1, 1, 1, 1))
             right = part.side == "right"
             (highs if right else lows).append(length if right else of.keys - length)
-        elif isinstance(part, Dense) and kind is Dense and some is None:
+        elif isinstance(part, Dense) and _is(part, Dense) and some is None:
             tables.append(part.mask.to(device))
-        elif isinstance(part, Bias) and kind is Bias and some is None:  # it has −inf already
+        elif isinstance(part, Bias) and _is(part, Bias) and some is None:  # it has −inf already
             biases.append(part.values.to(device))
         elif kind is not Everything:
             i, j = _grid(some, of, device)
@@ -79,7 +79,7 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
             if interval is not None:
                 lows.append(_per_query(interval[0]))
                 highs.append(_per_query(interval[1]))
-            if kind is not Bias and (interval is None or part.biased):  # it has −inf already
+            if not _is(part, Bias) and (interval is None or part.biased):  # it has −inf already
                 tables.append(part.allowed(i, j, of))
             if part.biased:
                 biases.append(part.bias(i, j, of))
@@ -108,10 +108,10 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
         kind = type(part)
         if kind in (Everything, Causal, Window, ALiBi, Padding):
             continue
-        if isinstance(part, Dense) and kind is Dense:
+        if isinstance(part, Dense) and _is(part, Dense):
             tables.append((part.mask, rows is not None))
             continue
-        if isinstance(part, Bias) and kind is Bias:
+        if isinstance(part, Bias) and _is(part, Bias):
             biases.append((part.values, rows is not None or part.values.dtype != torch.float32))
             continue
         i, j = _grid(rows, of, device)
@@ -143,6 +143,11 @@ def _parts(mask: Mask, rows: Tensor | None, whole: Extent) -> Iterator[_Part]:
         yield from _parts(mask.mask, mask.rows if rows is None else mask.rows[rows], mask.whole)
     else:
         yield mask, rows, whole
+
+
+def _is(part: Mask, kind: type[Mask]) -> bool:
+    """Return True for a mask of this kind, also of a subclass that means the same."""
+    return isinstance(part, kind) and type(part).allowed is kind.allowed
 
 
 def _interval(part: Mask, i: Tensor, of: Extent) -> Interval | None:

@@ -144,26 +144,35 @@ class Part(Mapping[str, Reading]):
 def together(
     each: Sequence[Sequence[Mapping[str, Reading]]],
 ) -> Iterator[tuple[list[int], Sequence[Mapping[str, Reading]]]]:
-    """Yield the calls of modules that were observed as one, as those of a module with all heads.
+    """Yield the calls of modules that were observed alike, as those of a module with all heads.
 
     Before them come the places of these modules. What is read of many layers takes as few
     operations so as of a single one.
     """
     alike: dict[object, list[int]] = {}
     for place, calls in enumerate(each):
-        bundles = tuple([getattr(one, "bundle", None) or object() for one in calls])
-        alike.setdefault(bundles, []).append(place)
+        alike.setdefault(tuple([_form_of(one) or object() for one in calls]), []).append(place)
     for places in alike.values():
         calls: Any = zip(*(each[place] for place in places), strict=True)
-        joined = [_beside(*parts) for parts in calls] if len(places) > 1 else [None]
+        joined = [_beside(parts) for parts in calls] if len(places) > 1 else [None]
         if None in joined:
             yield from (([place], each[place]) for place in places)
         else:
             yield places, [one for one in joined if one is not None]
 
 
-def _beside(*parts: Part) -> Part | None:
-    """Return parts of a bundle as one; `None` where they do not follow each other in it."""
+def _form_of(readings: Mapping[str, Reading]) -> object | None:
+    """Return what is equal in readings that can be joined; `None` of those that cannot be."""
+    if isinstance(readings, Part):
+        return readings.bundle
+    return readings.form if isinstance(readings, Readings) else None
+
+
+def _beside(parts: Sequence[Any]) -> Mapping[str, Reading] | None:
+    """Return readings of one form as one; `None` of parts that do not follow each other."""
+    first, *others = parts
+    if not isinstance(first, Part):
+        return first.beside(*others)
     if any(one.heads.stop != other.heads.start for one, other in pairwise(parts)):
         return None
-    return Part(parts[0].bundle, slice(parts[0].heads.start, parts[-1].heads.stop))
+    return Part(first.bundle, slice(first.heads.start, parts[-1].heads.stop))

@@ -6,6 +6,9 @@ beside the smallest number of the dtype. What they mean is found out once for a 
 
 Padding is found here too. In self-attention a key that no query may attend to is padding, and so
 is the query at its position: that one is left out of every mean, as if it might attend to nothing.
+
+The host reads numbers for that where it need not wait for them. On a GPU a table stays a table,
+beside the range of keys in which each query's lie, and padded queries are computed there.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 from ..core.index import grid, lookup
 from ..core.mask_algebra import And, Interval, Mask
 from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Padding, Window
+from ..core.modes import read_at_once
 from ..core.shapes import Extent
 from ..stats.view import keys_in_sight
 
@@ -88,11 +92,25 @@ class Added(Mask):
         return True
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnDense(Dense):
+    """A `Dense` whose tensor nobody else has."""
+
+    fixed = True
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnBias(Bias):
+    """A `Bias` whose tensor nobody else has."""
+
+    fixed = True
+
+
 @dataclass(frozen=True, eq=False)
-class Queries(Mask):
+class QueryMask(Mask):
     """Only some queries attend at all.
 
-    >>> Queries(torch.tensor([[True, False]])).dense(queries=2, keys=3)[0, 0].int().tolist()
+    >>> QueryMask(torch.tensor([[True, False]])).dense(queries=2, keys=3)[0, 0].int().tolist()
     [[1, 1, 1], [0, 0, 0]]
     """
 
@@ -116,18 +134,22 @@ def _of_queries(table: Tensor, i: Tensor, extent: Extent) -> Tensor:
     return lookup(table, i, torch.zeros(1, 1, dtype=torch.long, device=i.device), extent)
 
 
-def as_mask(given: Tensor | None, extent: Extent, *, causal: bool = False) -> Mask:
-    """A mask as PyTorch's attention takes it, as a value.
+def as_mask(
+    given: Tensor | None, extent: Extent, *, causal: bool = False, wait: bool = False
+) -> Mask:
+    """Return a mask as PyTorch's attention takes it, as a value.
 
     Args:
         given: booleans, True for "may attend", or floats that are added to the scores; broadcasts
             to `[B, H, T, S]`. `None` for everything.
         extent: the sizes of the call.
         causal: in place of a mask, query i sees the keys 0 … i, counted from the start of both.
+        wait: read numbers also where the host has to wait for them.
 
     Returns:
         `Everything()`, `Causal()`, `Ranges`, or `Dense`; `Added` of floats that are no mere yes
-        and no. The same to every kernel as what was given.
+        and no. The same to every kernel as what was given. Where numbers are not read, a table and
+        `Ranges` in which each query's keys lie.
 
     >>> square = Extent(1, 1, 1, 3, 3)
     >>> as_mask(torch.full((3, 3), -torch.inf).triu(1), square)
@@ -140,9 +162,12 @@ def as_mask(given: Tensor | None, extent: Extent, *, causal: bool = False) -> Ma
     if given is None:
         return Everything()
     table = _collapsed(given[(None,) * (4 - given.dim())])
+    read = wait or read_at_once(table)
     if table.dtype == torch.bool:
-        return _of_booleans(table, extent)
+        return _of_booleans(table, extent) if read else _unread(OwnDense(table.clone()), table)
     if not table.requires_grad:
+        if not read:
+            return _unread_floats(table)
         allowed = table == 0
         if bool((allowed | (table <= FORBIDDEN)).all()):
             return _of_booleans(allowed, extent)
@@ -191,6 +216,38 @@ def _of_booleans(allowed: Tensor, extent: Extent) -> Mask:
     return Ranges(low, high)
 
 
+def _unread_floats(table: Tensor) -> Mask:
+    """Return what is added to the scores, −inf where it means "may not attend"."""
+    hidden = table <= FORBIDDEN
+    low = torch.where(((table == 0) | hidden).all(), FORBIDDEN, as_bias(table).low)
+    allowed = (table <= low).logical_not_()
+    return _unread(OwnBias(table.masked_fill(~allowed, -torch.inf)), allowed)
+
+
+def _unread(mask: OwnDense | OwnBias, allowed: Tensor) -> Mask:
+    """Return a mask beside the range of keys in which each query's lie."""
+    keys = allowed.shape[3]
+    if keys < 2:
+        return mask
+    bits = allowed.any(1, keepdim=True).view(torch.uint8)
+    some = bits.amax(-1, keepdim=True)
+    low = bits.argmax(-1, keepdim=True)
+    high = (keys - bits.flip(-1).argmax(-1, keepdim=True)) * some
+    return And((mask, Ranges(low, high)))
+
+
+def _attended_of_unread(mask: Mask, keys: int) -> Bool[Tensor, "B S"] | None:
+    """Return the keys that some query of some head may attend to; `None` of another mask."""
+    table = mask.parts[0] if isinstance(mask, And) else mask
+    if isinstance(table, OwnDense):
+        allowed = table.mask
+    elif isinstance(table, OwnBias):
+        allowed = table.values != -torch.inf
+    else:
+        return None
+    return allowed.flatten(1, 2).any(1).expand(-1, keys)
+
+
 def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
     """The mask, with the queries that are padding seeing nothing; for self-attention.
 
@@ -201,21 +258,27 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
             [1, 1, 0],
             [0, 0, 0]], dtype=torch.int32)
     """
-    if not extent.inside or _own_keys(mask, extent, extent.offset, device) is None:
+    if not extent.inside or reaches_all(mask):
+        return mask
+    seen = _attended_of_unread(mask, extent.keys)
+    if seen is None and _own_keys(mask, extent, extent.offset, device) is None:
         return mask  # mostly, queries may attend to themselves
-    real = attended(mask, extent, device)[:, extent.offset :][:, : extent.queries]
-    return mask if bool(real.all()) else mask & Queries(real)
+    real = attended(mask, extent, device) if seen is None else seen
+    real = real[:, extent.offset :][:, : extent.queries]
+    if seen is not None:
+        return mask & QueryMask(real)
+    return mask if bool(real.all()) else mask & QueryMask(real)
 
 
 def with_padding(mask: Mask) -> Mask:
     """The mask as it was: what `without_padding()` took from padded queries, given back."""
-    if not isinstance(mask, And) or not any(isinstance(part, Queries) for part in mask.parts):
+    if not isinstance(mask, And) or not any(isinstance(part, QueryMask) for part in mask.parts):
         return mask
-    first, *others = (part for part in mask.parts if not isinstance(part, Queries))
+    first, *others = (part for part in mask.parts if not isinstance(part, QueryMask))
     return And((first, *others)) if others else first
 
 
-def in_place(
+def resolve_padding(
     find: Callable[[Extent], Mask],
     extent: Extent,
     device: torch.device,
@@ -350,17 +413,17 @@ def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "
 class Copy:
     """A copy of a tensor, without what is only repeated; on a GPU, how often it was changed.
 
-    There the host would wait for a comparison, and PyTorch counts changes but in inference mode.
+    The host would wait there for a comparison. In inference mode PyTorch does not count changes.
     """
 
     def __init__(self, x: Tensor) -> None:
-        self._counted = x.device.type != "cpu" and not x.is_inference()
-        self._kept = torch.tensor(x._version) if self._counted else once(x).clone()
+        self._kept = once(x).clone() if read_at_once(x) else None
+        self._version = -1 if x.is_inference() else x._version
 
     def same(self, x: Tensor) -> bool:
-        """Return True if a tensor of the same layout holds the same numbers."""
-        if self._counted:
-            return not x.is_inference() and x._version == int(self._kept)
+        """Return True if it is known that a tensor of the same layout holds the same numbers."""
+        if self._kept is None:
+            return not x.is_inference() and x._version == self._version
         return torch.equal(self._kept, once(x))
 
 

@@ -279,7 +279,7 @@ def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:
     the mean of all values: that is left to the kernel, as numbers.
     """
     if given.dtype == torch.bool:
-        return as_mask(given, extent)
+        return as_mask(given, extent, wait=True)
     if not given.is_floating_point():
         return f"a mask of {given.dtype}"
     table = given[(None,) * (4 - given.dim())]
@@ -292,7 +292,7 @@ def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:
     dead = ~allowed.any(-1, keepdim=True)
     if bool((dead & ~table.isneginf()).any()):
         return Bias(given)
-    return as_mask(allowed, extent)
+    return as_mask(allowed, extent, wait=True)
 
 
 def _all_see(mask: Mask, extent: Extent, device: torch.device) -> bool:

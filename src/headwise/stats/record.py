@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .._text import Brief
+from ..core.mask_algebra import Rows
 from ..core.shapes import Extent
 from .moments import Moments, moments_of
 from .plan import Need
@@ -61,6 +62,28 @@ class Record:
         lse = {n: x.detach() for n in ("whole_lse", "lse") if (x := getattr(self, n)) is not None}
         return Record(self.view, {}, **lse)
 
+    @property
+    def form(self) -> Hashable | None:
+        """What is equal in records that can be joined (`beside`); `None` of one that cannot be.
+
+        Joined are records of a GPU, where many small operations take longer than a few large ones.
+        """
+        view, answers = self.view, self.answers
+        mask = view.mask.mask if isinstance(view.mask, Rows) else view.mask
+        if view.device.type == "cpu" or view.gradients or not (mask.free or mask.fixed):
+            return None
+        if any(x.dim() > 2 and x.shape[-3] > 1 for x in mask.tensors()):  # another one a head
+            return None
+        every = None if self.every is None else self.every.form
+        if (every is None) != (self.every is None):
+            return None
+        sizes = (view.whole.batch, view.whole.heads)
+        if not all(isinstance(x, Tensor) and x.shape[:2] == sizes for x in answers.values()):
+            return None
+        given = tuple([(need, x.shape, x.dtype) for need, x in answers.items()])
+        numbers = view.whole, view.device, view.dtype, view.has_sinks, self.lse is None
+        return mask if mask.free else id(mask), id(view.rows), id(view.drawn), numbers, given, every
+
     def let_go(self, needs: Collection[Need]) -> None:
         """Forget all but the answers to these needs and the log-sum-exp."""
         self.out = self.whole_lse = None
@@ -69,6 +92,30 @@ class Record:
         self.view.let_go()
         if self.every is not None:
             self.every.let_go(needs)
+
+
+def beside(records: Sequence[Record]) -> Record:
+    """Return the heads of several records of one form as those of a single one."""
+    first, known = records[0], {}
+    answers = {need: _joined([x.answers[need] for x in records], known) for need in first.answers}
+    lse = (
+        None if first.lse is None else _joined([x.lse for x in records if x.lse is not None], known)
+    )
+    every = None if first.every is None else beside([x.every for x in records if x.every])
+    return Record(first.view, answers, lse=lse, every=every)
+
+
+def _joined(each: Sequence[Tensor], known: dict[int, Tensor]) -> Tensor:
+    """Return tensors `[B, H, …]` side by side; parts of one tensor in one step."""
+    base, start = each[0]._base, each[0].storage_offset()
+    parts = [x._base for x in each if x._base is not None and x.storage_offset() == start]
+    if base is None or base.dim() != 4 or len(parts) < len(each) or base.shape[1:] != each[0].shape:
+        return torch.cat([*each], 1)
+    if any(x.shape != base.shape for x in parts):
+        return torch.cat([*each], 1)
+    if id(base) not in known:
+        known[id(base)] = torch.cat(parts, 2)
+    return known[id(base)][(start - base.storage_offset()) // base.stride(0)]
 
 
 class _Late:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from ..core.modes import readable, traced
 from ..core.numbers import LONGEST, said, whole
@@ -56,7 +57,7 @@ def draw(
     if isinstance(queries, int):
         if queries >= of:
             return None
-        followed = traced() or torch._C._len_torch_dispatch_stack() > 0
+        followed = traced() or _len_torch_dispatch_stack() > 0
         return (_on if followed else _kept_on)(device, queries, of, seed)
     rows = torch.as_tensor(queries).flatten()
     ordered = (_sort if readable(rows) else _sorted)(rows, of)

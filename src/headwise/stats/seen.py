@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from ..core.modes import no_graph, traced
 from ..core.shapes import as_given
 from .detached import without_graph
 from .entries import Which, entries
-from .record import Reading, Record
+from .record import Reading, Record, beside
 from .statistic import Statistic, Statistics
 from .tables import summaries_of, table_rows, unavailable
 
@@ -47,6 +47,21 @@ class Readings(Mapping[str, Reading]):
         elif self.record is not None:
             self.record.let_go(self._later)
         return self
+
+    @property
+    def form(self) -> Hashable | None:
+        """What is equal in readings that can be joined; `None` of those that cannot be."""
+        if self.record is None or any(part is not None for part in self._parts):
+            return None
+        form = self.record.form
+        return None if form is None else (id(self._statistics), form)
+
+    def beside(self, *others: Readings) -> Readings:
+        """Return these and others of the same form as the readings of one call with all heads."""
+        found = object.__new__(Readings)
+        vars(found).update(vars(self), _parts=[None] * len(self._parts))
+        found.record = beside([self.record, *(other.record for other in others)])
+        return found
 
     def _part(self, number: int) -> dict[str, Reading]:
         """Return the readings of one statistic."""

@@ -26,10 +26,11 @@ deviations from their mean, and the square of the sampling error of the sum."""
 
 
 def sums_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
-    """Return the sums of each reading, on the host: `[4, H]` of a mean, `[1, H]` of a maximum.
+    """Return the sums of each reading: `[4, H]` of a mean, `[1, H]` of a maximum.
 
-    In float64. `None` for readings without one number for each query or batch row, such as a map.
-    Readings of equal shapes are summed together, as if their heads were those of one call.
+    In float64, on the reading's device (`to_host`). `None` for readings without one number for each
+    query or batch row, such as a map. Readings of equal shapes are summed together, as if their
+    heads were those of one call.
     """
     alike: dict[object, list[int]] = {}
     readings = [x if x.among is None else replace(x, among=None) for x in readings]
@@ -39,10 +40,22 @@ def sums_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
     found: list[Tensor | None] = [None] * len(readings)
     for places in alike.values():
         some = [readings[place] for place in places]
-        kept = _sums_of(side_by_side(some)).cpu()
+        kept = _sums_of(side_by_side(some))
         parts = kept.split([one.values.shape[1] for one in some], 1)
         for place, part in zip(places, parts, strict=True):
             found[place] = part
+    return found
+
+
+def to_host(blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one dtype on the CPU, in one copy from each device."""
+    found, devices = [*blocks], {x.device for x in blocks if not x.is_cpu}
+    for device in devices:
+        places = [place for place, x in enumerate(blocks) if x.device == device]
+        parts = torch.cat([blocks[place].flatten() for place in places]).cpu()
+        sizes = [blocks[place].numel() for place in places]
+        for place, part in zip(places, parts.split(sizes), strict=True):
+            found[place] = part.view(blocks[place].shape)
     return found
 
 

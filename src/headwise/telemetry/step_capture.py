@@ -25,7 +25,7 @@ from ..capture.session import catch
 from ..stats.max_logit import MaxLogit, Norms
 from ..stats.record import TOGETHER, Reading
 from ..stats.statistic import Statistic, Statistics
-from .figures import sums_of_each
+from .figures import sums_of_each, to_host
 from .step_sums import Span, StepSums
 from .wrappers import innermost, plain_name
 
@@ -110,6 +110,8 @@ class StepCapture:
         self._sums = StepSums()
         self._pending: list[tuple[str, Mapping[str, Reading], int, int]] = []
         self._numbers = 0  # in pending readings
+        self._reduced: list[tuple[str, bool, list[tuple[int, str, int, int]], Tensor]] = []
+        self._calls_before = 0  # that were reduced already
         self._bundles = Bundles()
         self._left_out: dict[str, str] = {}
         self._not_meant: dict[str, None] = {}
@@ -264,17 +266,19 @@ class StepCapture:
             self._pending.append((name, readings, min(some, queries), min(every, queries)))
             self._numbers += some * span.heads
         if self._numbers > TOGETHER:
-            self._add_up()
+            self._reduce()
 
     @property
     def sums(self) -> StepSums:
         """The sums over the calls."""
         if self._pending:
+            self._reduce()
+        if self._reduced:
             self._add_up()
         return self._sums
 
-    def _add_up(self) -> None:
-        """Sum up the pending readings, at once."""
+    def _reduce(self) -> None:
+        """Reduce the pending readings to sums of heads, all at once, on their device."""
         pending, self._pending, self._numbers = self._pending, [], 0
         collected: list[tuple[str, list[int], Reading]] = []
         for places, (calls,) in together([[readings] for _, readings, _, _ in pending]):
@@ -288,7 +292,6 @@ class StepCapture:
             except Exception as error:
                 self._left_out |= dict.fromkeys(names, str(error))
         sums = sums_of_each([reading for _, _, reading in collected])
-        rounds: list[tuple[int, str, dict[str, Tensor], int, int]] = []
         for (statistic, places, reading), block in zip(collected, sums, strict=True):
             if block is None:
                 if (text := repr(statistic)) not in self._no_numbers:
@@ -299,10 +302,20 @@ class StepCapture:
                     self._no_numbers[text] = None
                 continue
             sampled = reading.sampled and reading.whole is None and reading.every is None
-            parts = block.chunk(len(places), 1) if len(places) > 1 else [block]
+            before = self._calls_before
+            calls = [(before + n, pending[n][0], *pending[n][2:]) for n in places]
+            self._reduced.append((statistic, sampled, calls, block))
+        self._calls_before += len(pending)
+
+    def _add_up(self) -> None:
+        """Add up the sums of calls, in one copy to the host."""
+        reduced, self._reduced = self._reduced, []
+        blocks = to_host([block for *_, block in reduced])
+        rounds: list[tuple[int, str, dict[str, Tensor], int, int]] = []
+        for (statistic, sampled, calls, _), block in zip(reduced, blocks, strict=True):
+            parts = block.chunk(len(calls), 1) if len(calls) > 1 else [block]
             one: dict[str, Tensor] = {}  # a call of each layer
-            for place, part in zip(places, parts, strict=True):
-                name, _, some, every = pending[place]
+            for (place, name, some, every), part in zip(calls, parts, strict=True):
                 numbers = some if sampled else every, every
                 if not one or name in one or numbers != rounds[-1][3:]:
                     rounds.append((place, statistic, one := {}, *numbers))

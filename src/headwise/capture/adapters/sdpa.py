@@ -14,7 +14,7 @@ from ...core.masks import is_causal_bias
 from ...core.shapes import Extent
 from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
-from ..mask_import import MaskMemo, as_mask, in_place
+from ..mask_import import MaskMemo, as_mask, resolve_padding
 from ..net import Net, Road
 from ..parts import Waiting
 from ..private_torch import table_of
@@ -233,7 +233,7 @@ def mask_of(
 ) -> tuple[Mask, int, int]:
     """Return a mask without padded queries, how many keys count, and how many are `behind`.
 
-    As `in_place()` does, once for a mask that serves all layers.
+    As `resolve_padding()` does, once for a mask that serves all layers.
     """
     within = composite()
     own = within.own if within is not None else (False if net.names.crosses else None)
@@ -243,7 +243,7 @@ def mask_of(
         return as_mask(cut, sizes, causal=causal)
 
     def find() -> tuple[Mask, int, int]:
-        return in_place(of, extent, device, own, behind)
+        return resolve_padding(of, extent, device, own, behind)
 
     return find() if given is None else net.masks.of(given, (extent, causal, own, behind), find)
 

@@ -24,7 +24,7 @@ from ...core.modes import transformed
 from ...core.shapes import Extent, statistics_dtype
 from ..call import AttentionCall
 from ..head_axis import composite, keys_behind, leading
-from ..mask_import import FORBIDDEN, as_bias, in_place
+from ..mask_import import FORBIDDEN, as_bias, resolve_padding
 from ..modules import Forward
 from ..net import Net, Road
 from ..parts import Waiting
@@ -383,7 +383,7 @@ def call_of_scores(
     def find(sizes: Extent) -> Mask:
         return as_bias(scores[..., : sizes.keys], FORBIDDEN)
 
-    mask, keys, behind = in_place(find, extent, scores.device, own, behind)
+    mask, keys, behind = resolve_padding(find, extent, scores.device, own, behind)
     zero = scores.new_zeros(1)
     q, k = vectors or (zero.expand(batch, heads, size, 8) for size in (queries, keys))
     q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)

@@ -40,7 +40,7 @@ from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
 from ..call import AttentionCall
 from ..known import CHANGED, forget
-from ..mask_import import Found, as_mask, in_place, reach, without_padding
+from ..mask_import import Found, as_mask, reach, resolve_padding, without_padding
 from ..net import SILENCE, Net, Replaced
 from ..private_torch import replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
@@ -383,7 +383,7 @@ class Given:
             return as_mask(given[..., : sizes.keys], sizes)
 
         extent = self._extent(keys)
-        mask, keys, behind = in_place(find, extent, self.q.device, self.own, self.behind)
+        mask, keys, behind = resolve_padding(find, extent, self.q.device, self.own, self.behind)
         return keys, mask, behind
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
