@@ -258,7 +258,7 @@ def test_a_watched_layer(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_accelerated_layer(gpu: Count, name: str) -> None:
-    """Where headwise's kernel runs in place of PyTorch's, statistics cost no launch of their own."""
+    """Where headwise's kernel replaces PyTorch's, statistics cost no launch of their own."""
     with torch.device("cuda"):
         model, ids = MODELS[name](2).eval(), torch.zeros(2, 24, dtype=torch.long)
     counted: dict[str, Counter[str]] = {}
