@@ -16,7 +16,7 @@ from headwise.capture.call import AttentionCall, Looking
 from headwise.kernels import ctypes_api
 from headwise.stats.output_norm import OutputLength
 from headwise.stats.statistic import Statistic, Statistics
-from headwise.telemetry.defaults import DEFAULT_STATISTICS
+from headwise.telemetry import DEFAULT_STATISTICS
 from hugging_cases import CASES
 
 EACH = (hw.Entropy(), hw.MaxLogit(), hw.Norms(), hw.Distance(), hw.LSE(), hw.Mass(hw.Previous()))

@@ -20,8 +20,7 @@ import torch
 import headwise as hw
 from headwise.stats.record import Reading
 from headwise.telemetry.figures import HeadMetrics, merged, sums_of_each
-from headwise.telemetry.file_systems import _is_remote
-from headwise.telemetry.history import HistoryWriter
+from headwise.telemetry.history import HistoryWriter, _is_remote
 from headwise.telemetry.rules import RecordedStep
 from headwise.telemetry.step_sums import joined
 from monitored import LAYERS, H, advance, made, monitored

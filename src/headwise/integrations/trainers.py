@@ -13,8 +13,8 @@ import torch
 
 from ..capture.modules import check_model
 from ..telemetry.monitor import Monitor
-from ..telemetry.optimizers import hook_steps
 from ..telemetry.rules import Alarm
+from ..telemetry.wrappers import hook_steps
 
 
 class _TrainersMonitor(Monitor):

@@ -1,8 +1,7 @@
-"""Training with open eyes: a monitor, its history, alarms and trackers."""
+"""Monitoring of heads during training: `Monitor`, its history, alarms and trackers."""
 
-from .defaults import DEFAULT_STATISTICS
 from .history import History, Series
-from .monitor import Monitor, StopTraining
+from .monitor import DEFAULT_STATISTICS, Monitor, StopTraining
 from .rules import RULES, Alarm, Rule
 
 __all__ = [

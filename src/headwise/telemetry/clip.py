@@ -19,8 +19,7 @@ from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.max_logit import ABOVE
 from ..weights.projections import QueryKeyProjections, projections_of
-from .optimizers import check_optimizer
-from .wrappers import bare_name, innermost
+from .wrappers import bare_name, check_optimizer, innermost
 
 RULES = ("query", "both")
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,24 +16,48 @@ from .._text import and_more
 from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
 from ..core.numbers import fault_of_flags, real, whole
-from ..stats.max_logit import ABOVE, MaxLogit
+from ..stats.entropy import Entropy
+from ..stats.mass import Mass
+from ..stats.max_logit import ABOVE, MaxLogit, Norms
+from ..stats.output_norm import OutputLength
+from ..stats.patterns import First, Previous
 from ..stats.statistic import Statistic, check_statistics
 from .clip import qk_clip_
-from .defaults import DEFAULT_STATISTICS
 from .figures import HeadMetrics
 from .history import HistoryWriter
-from .optimizers import check_optimizer, hook_steps
-from .probe import Probe, run_probe
 from .ranks import Ranks, any_of_all, is_first, several
 from .recorder import Recorder
 from .rules import RULES, Alarm, Rule
-from .step_capture import StepCapture, StepNeeds, not_monitored
+from .step_capture import Probe, StepCapture, StepNeeds, not_monitored, run_probe
 from .step_sums import StepSums
 from .trackers import as_tracker
-from .wrappers import plain_name
+from .wrappers import check_optimizer, hook_steps, plain_name
 
 _PATIENCE = 3
 """The number of consecutive empty steps after which the monitor warns."""
+
+
+class _OutputSize(Statistic):
+    """Length of each head's output `[B, H, T]`, before the output projection."""
+
+    names = raw = ("output_norm",)
+    needs = MappingProxyType({"output_norm": OutputLength()})
+    free = deferred = True
+
+    def define(self, full: Any) -> dict[str, Tensor]:
+        out = full.out.to(full.weights.dtype)
+        return {"output_norm": torch.linalg.vector_norm(out, dim=-1)}
+
+
+DEFAULT_STATISTICS: tuple[Statistic, ...] = (
+    Entropy(),
+    Mass(First()),
+    Mass(Previous()),
+    _OutputSize(),
+    MaxLogit(),
+    Norms(),
+)
+"""The statistics that a `Monitor` records by default."""
 
 
 class StopTraining(Exception):

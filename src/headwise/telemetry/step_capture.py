@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from .._text import and_more
 from ..capture.bundle import Bundles, together
 from ..capture.call import AttentionCall, Looking, seed_of_call
-from ..capture.modules import Modules, Names, chosen, why_left_out
+from ..capture.modules import Modules, Names, chosen, evaluating, why_left_out
 from ..capture.net import Net
 from ..capture.ranks import rank_of_all
 from ..capture.session import catch
@@ -372,3 +372,28 @@ def _in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# ── probes ──────────────────────────────────────────────────────────────────────────────────────
+
+Probe = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any] | Callable[[nn.Module], object]
+"""A batch for the model, by name or in order, or a function that runs the model on one."""
+
+
+def run_probe(model: nn.Module, probe: Probe) -> None:
+    """Run the model on the batch in evaluation mode, without gradients or side effects."""
+    with evaluating(model), _same_random_numbers(model), torch.no_grad():
+        if isinstance(probe, Tensor):
+            model(probe)
+        elif isinstance(probe, Mapping):
+            model(**probe)
+        elif callable(probe):
+            probe(model)
+        else:
+            model(*probe)
+
+
+def _same_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
+    """Restore the state of the random generators afterwards."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    return torch.random.fork_rng(devices=sorted(n for n in devices if n is not None))
