@@ -116,7 +116,7 @@ def _page(run: dict[str, Any]) -> str:
     head = [
         "learning rate",
         "loss",
-        "least entropy of a head, by seed",
+        "lowest entropy of a head, by seed",
         f"heads under {example.COLLAPSED:g} nats",
         "largest logit, by seed",
         "held-out loss, by seed",
@@ -134,36 +134,34 @@ def _page(run: dict[str, Any]) -> str:
     parts = [
         "# An entropy floor",
         prose(
-            """A head has collapsed when its queries put all their weight on one key each: its
-            entropy is near 0, and so is the gradient of its softmax (Zhai et al. 2023, who bound
-            the scores to prevent it). Entropy is differentiable here, so that it can stand in the
-            loss itself: `strength · Σ_h relu(floor − H_h)`, with H_h the mean entropy of head h
-            over the batch in nats. Heads above the floor are left alone. `hw.EntropyFloor` is that
-            term."""
+            """A head has collapsed when each of its queries puts all weight on one key: its entropy
+            and the gradient of its softmax are near 0 (Zhai et al. 2023). Entropy is differentiable
+            in headwise, so it can be part of the loss: `strength · Σ_h relu(floor − H_h)`, with H_h
+            the mean entropy of head h over the batch in nats. Heads above the floor are unaffected.
+            `hw.EntropyFloor` is this term."""
         ),
         SNIPPET,
-        "## What was run",
+        "## Experiment",
         prose(
             f"""A GPT of {config["layers"]} layers of {config["heads"]} heads, width
-            {config["width"]}, context {config["context"]}, {config["steps"]} steps of
-            {config["batch"]} rows of Python's manual, AdamW with its gradients clipped to norm
-            {config["clip"]:g}; no QK-norm and no softcap; a cosine from the peak rate to 0. Each
-            schedule with {settings["seeds"]} seeds, each seed once with the plain loss and once
-            with a floor of {settings["floor"]:g} nats, strength {settings["strength"]:g}: the same
-            first weights, the same batches. Floor and strength are the first ones tried, for all
-            schedules. Entropies are means over held-out text, where a query sees {_seen(config)}
-            keys on average."""
+            {config["width"]}, context {config["context"]}, is trained for {config["steps"]} steps
+            of {config["batch"]} rows of Python's manual with AdamW, gradients clipped to norm
+            {config["clip"]:g}, no QK-norm, no softcap, and a cosine from the peak rate to 0. Each
+            schedule has {settings["seeds"]} seeds. Each seed runs with the plain loss and with a
+            floor of {settings["floor"]:g} nats at strength {settings["strength"]:g}, from the same
+            weights and batches. Floor and strength were not tuned. Entropies are means over
+            held-out text, where a query sees {_seen(config)} keys on average."""
         ),
         prose(
-            f"""`python examples/entropy_floor.py` runs it; `python -m benchmarks.pages --floor`
-            also keeps the figures in `benchmarks/results/entropy_floor.json` and writes this page.
-            Taken on {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of
+            f"""`python examples/entropy_floor.py` runs the experiment; `python -m benchmarks.pages
+            --floor` also records it in `benchmarks/results/entropy_floor.json` and writes this
+            page. This run is from {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of
             {machine["cores"]} cores, PyTorch {machine["versions"]["torch"]}{_backend(run)}."""
         ),
         table(head, rows),
-        "![Least entropy of a head and held-out loss over training, plain and with the floor]"
+        "![Lowest entropy of a head and held-out loss over training, plain and with the floor]"
         f"({PICTURE})",
-        "## What it says",
+        "## Results",
         *(prose(said) for said in _verdict(run)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -200,14 +198,14 @@ def _verdict(run: dict[str, Any]) -> list[str]:
     if kept:
         told = and_list(f"{_range(trio.changes)} {trio.told}" for trio in kept)
         said.append(
-            f"""Where the plain run keeps its heads, the floor changes a seed's held-out loss by
-            {told}. {_warmed(fell, kept)}"""
+            f"""Where no head of the plain run collapses, the floor changes the held-out loss of
+            a seed by {told}. {_warmed(fell, kept)}"""
         )
     said.append(
-        f"""A step with the floor takes {spread(run["step"])} times as long as a plain one at this
-        size. High rates amplify rounding: on another backend the same seeds give other losses, so
-        look at which heads fall, and not at a loss's digits. One small model and one text: the
-        figures say that the entropy's gradient holds heads up, and not which floor a large model
+        f"""At this size, a step with the floor takes {spread(run["step"])} times as long as a plain
+        step. High rates amplify rounding: another backend gives other losses for the same seeds, so
+        compare which heads collapse rather than digits of a loss. One small model shows that the
+        gradient of the entropy prevents collapse; it does not show which floor a large model
         needs."""
     )
     return said
@@ -240,14 +238,14 @@ def _where_heads_fell(fell: list[Trio], unigram: float) -> str:
     said = []
     for trio in fell:
         words = f"""{trio.told.capitalize()}, {collapsed(trio.plain)} heads collapse with the plain
-            loss and {collapsed(trio.held)} with the floor, which changes a seed's held-out loss by
-            {_range(trio.changes)}."""
+            loss and {collapsed(trio.held)} with the floor; the floor changes the held-out loss of a
+            seed by {_range(trio.changes)}."""
         if min(map(loss, trio.plain + trio.held)) > unigram - 0.3:
-            words += f""" Little is learnt there in either case: token frequencies alone have a loss
-                of {unigram:.3f}."""
+            words += f"""  Little is learned in either case: token frequencies alone have a loss of
+                {unigram:.3f}."""
         said.append(words)
     least_held = min(least(one) for trio in fell for one in trio.held)
-    said.append(f"With the floor, no head of these runs ends under {least_held:.2f} nats.")
+    said.append(f"With the floor, no head of these runs ends below {least_held:.2f} nats.")
     return " ".join(said)
 
 
@@ -256,8 +254,8 @@ def _warmed(fell: list[Trio], kept: list[Trio]) -> str:
     cold = {trio.schedule[0] for trio in fell if not trio.schedule[1]}
     saved = [trio for trio in kept if trio.schedule[1] and trio.schedule[0] in cold]
     return " ".join(
-        f"""At {trio.schedule[0]:g}, warm-up alone is enough to keep heads from collapse, and gives
-        lower losses than the floor without it."""
+        f"""At {trio.schedule[0]:g}, warm-up alone prevents the collapse, and gives lower losses
+        than the floor without warm-up."""
         for trio in saved
         for other in fell
         if other.schedule[0] == trio.schedule[0]
@@ -278,7 +276,7 @@ def _picture(run: dict[str, Any]) -> str:
     schedules, steps = run["settings"]["schedules"], run["settings"]["config"]["steps"]
     picture = Picture(50 + 205 * len(schedules), 400)
     legend(picture, 40, 20, {"plain": PLAIN, "with the floor": HELD})
-    words = "a line a seed; least entropy of a head, nats (above), held-out loss (below)"
+    words = "one line per seed; lowest entropy of a head, nats (top), held-out loss (bottom)"
     picture.text(240, 20, words)
     top = max(least_of(mark) for one in run["runs"] for mark in one["marks"])
     losses = [mark["held_out"] for one in run["runs"] for mark in one["marks"] if mark["held_out"]]

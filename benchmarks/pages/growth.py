@@ -27,9 +27,9 @@ COLOURS = {
 }
 NAMES = {"clip": "clipping", "floor": "the floor", "clip and floor": "both"}
 FLAT = 0.1
-"""Of the entropy that even attention would have: under this a head has collapsed."""
+"""The normalized entropy under which a head counts as collapsed."""
 EARLY = 50
-"""By this step an alarm comes early enough to act on."""
+"""The step by which an alarm is early."""
 
 # What a user writes; it runs in the tests with the rest of the page.
 SNIPPET = """
@@ -49,17 +49,16 @@ SNIPPET = """
 
 
 CLIPPING = (
-    """`MaxLogit(above=limit)` computes scores only of heads whose `scale · max ‖q‖ · max ‖k‖` is
-    above the limit, and looks at all queries whatever `queries=` says; maxima of drawn queries are
-    too low, and are refused. `γ = limit / S` multiplies weights and biases in place, in every
-    layout that `convert` knows, and in multi-head latent attention. By default all of it is on the
-    queries, so that other heads stay bit for bit as they are, also where heads share a key;
-    `rule="both"` puts √γ on queries and keys each.""",
-    """Queries and keys that are normalised are refused: the scale of their weights changes no
-    score. Weights in bfloat16 or float16 need `optimizer=`, whose float32 masters are scaled with
-    them: without masters, 0.9987 of a bfloat16 weight is that weight. What is added to the scores
-    (ALiBi, a bias) is not scaled. Ranks that hold copies of a model must clip by the maxima of all
-    of them.""",
+    """`MaxLogit(above=limit)` computes scores only for heads whose `scale · max ‖q‖ · max ‖k‖` is
+    above the limit. It uses all queries, whatever `queries=` is; maxima of sampled queries are too
+    low and are refused. `γ = limit / S` multiplies weights and biases in place, in every layout
+    that `convert` supports and in multi-head latent attention. By default γ scales the queries, so
+    other heads stay unchanged bit for bit, even if heads share a key; `rule="both"` scales queries
+    and keys by √γ each.""",
+    """Layers with QK-norm are refused, because the scale of their weights changes no score. Weights
+    in bfloat16 or float16 need `optimizer=`, whose float32 master weights are scaled with them
+    (0.9987 times a bfloat16 weight rounds to the same weight). Additive biases such as ALiBi are
+    not scaled. Ranks that hold copies of a model must clip by their global maxima.""",
 )
 
 
@@ -128,8 +127,8 @@ def _page(run: dict[str, Any]) -> str:
         "learning rate",
         "method",
         "largest logit at the end, by seed",
-        f"heads under {FLAT:g} of their entropy's bound",
-        "entropy as a share of it, by seed",
+        f"heads with normalized entropy under {FLAT:g}",
+        "mean normalized entropy, by seed",
         "held-out loss, by seed",
         "mean",
     ]
@@ -141,50 +140,48 @@ def _page(run: dict[str, Any]) -> str:
     parts = [
         "# Logit growth",
         prose(
-            """At a high learning rate the scores of a head can grow without bound: its softmax
-            becomes a choice of one key, the gradient of that vanishes, and the loss goes on as if
-            the model learnt slowly. Two means are here. `hw.qk_clip_` scales the weights of the
-            queries of a head whose largest score has passed a limit, after the optimizer's step
-            (Kimi K2 2025). [`hw.EntropyFloor`](entropy-floor.md) is a term of the loss that holds
-            up heads whose entropy falls (after Zhai et al. 2023)."""
+            """At a high learning rate, the scores of a head can grow without bound: its softmax
+            selects one key, the gradient vanishes, and the model only seems to learn slowly.
+            headwise has two remedies. `hw.qk_clip_` scales the query weights of heads whose largest
+            score exceeds a limit, after the optimizer's step (Kimi K2 2025).
+            [`hw.EntropyFloor`](entropy-floor.md) is a loss term that raises the entropy of
+            collapsing heads (after Zhai et al. 2023)."""
         ),
         SNIPPET,
         *map(prose, CLIPPING),
-        "## What was run",
+        "## Experiment",
         prose(
             f"""A GPT-2 of {settings["layers"]} layers of {settings["heads"]} heads, width
-            {settings["width"]}, context {settings["context"]}, {settings["steps"]} steps of
-            {settings["batch"]} rows of Python's manual; AdamW (0.9, 0.95) at a constant rate, no
-            gradient clipping, no QK-norm and no softcap. Each rate with {settings["seeds"]} seeds,
-            each seed with every method: the same first weights, the same batches. Warm-up takes
-            {methods["warm-up"]["warmup"]} steps; clipping is at {methods["clip"]["limit"]:g} after
-            every step, from the scores of that step's batch; the floor is
-            {methods["floor"]["floor"]:g} nats, strength 1. These are the first values tried.
-            Largest logits and entropies are those of the last batch; held-out text is 128 windows
-            of other topics."""
+            {settings["width"]}, context {settings["context"]}, is trained for
+            {settings["steps"]} steps of {settings["batch"]} rows of Python's manual with AdamW (0.9, 0.95) at a constant rate
+            and no gradient clipping, QK-norm or softcap. Each rate has {settings["seeds"]} seeds,
+            and each seed runs with every method from the same weights and batches. Warm-up takes
+            {methods["warm-up"]["warmup"]} steps; clipping at {methods["clip"]["limit"]:g} follows
+            every step; the floor is {methods["floor"]["floor"]:g} nats at strength 1. These values
+            were not tuned. Largest logits and entropies are those of the last batch; held-out text
+            is 128 windows of other topics."""
         ),
         prose(
-            f"""`python examples/logit_growth.py` runs it; `python -m benchmarks.pages --growth`
-            also keeps the figures in `benchmarks/results/{RECORD}` and writes this page. Taken on
-            {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of {machine["cores"]} cores,
-            PyTorch {machine["versions"]["torch"]}."""
+            f"""`python examples/logit_growth.py` runs the experiment; `python -m benchmarks.pages
+            --growth` also records it in `benchmarks/results/{RECORD}` and writes this page. This
+            run is from {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of
+            {machine["cores"]} cores, PyTorch {machine["versions"]["torch"]}."""
         ),
         table(head, rows),
         f"![Largest logit and loss over training, by method]({PICTURE})",
-        "## What it says",
+        "## Results",
         *(prose(_verdict(run, rate)) for rate in settings["rates"]),
-        "## When heads are named",
+        "## When alarms are raised",
         prose(
-            f"""`hw.Monitor` with the rules it has by default, every {settings["every"]}th step
-            recorded, on the plain runs; losses are means of {settings["every"]} steps. The clipped
-            run has the same weights and batches, and goes on to learn."""
+            f"""The plain runs were recorded by `hw.Monitor` with its default rules at every
+            {settings["every"]}th step. Losses are means of {settings["every"]} steps. The clipped
+            run started from the same weights and batches."""
         ),
         table(ALARM_HEAD, _alarm_rows(run)),
         prose(_silent(run)),
         prose(
-            """High rates amplify rounding: on another CPU the same seeds give other digits. One
-            small model and one text: the figures say what these means do here, and not which limit
-            or floor a large model needs."""
+            """High rates amplify rounding: another CPU gives other digits for the same seeds. One
+            small model does not show which limit or floor a large model needs."""
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -195,9 +192,9 @@ ALARM_HEAD = [
     "seed",
     "first alarm",
     "at step",
-    f"heads named by step {EARLY}",
-    "loss then",
-    "of the clipped run",
+    f"heads with alarms by step {EARLY}",
+    "loss at that step",
+    "loss of the clipped run",
 ]
 
 
@@ -231,7 +228,7 @@ def _silent(run: dict[str, Any]) -> str:
     said = f"""Plain runs at {settings["healthy"]:g}, where the largest logit ends at
         {_range(last(healthy, "max_logit"))} and the held-out loss at
         {_range(losses(healthy), "{:.3f}".format)}: """
-    return said + (f"an alarm in {named} of {len(healthy)}." if named else "no alarm in any.")
+    return said + (f"an alarm in {named} of {len(healthy)}." if named else "no alarm.")
 
 
 def _cells(some: list[dict[str, Any]], heads: int) -> list[str]:
@@ -248,19 +245,19 @@ def _verdict(run: dict[str, Any], rate: float) -> str:
     """What came out at a rate, in words that follow the figures."""
     plain, limit = chosen(run, rate, "plain"), run["methods"]["clip"]["limit"]
     steps = [passed(one, limit) for one in plain]
-    said = f"At {rate:g} the plain run's largest logit "
+    said = f"At {rate:g}, the largest logit of the plain run "
     if None in steps:
-        said += f"does not pass {limit:g} with every seed"
+        said += f"does not exceed {limit:g} with every seed"
     else:
-        said += f"is above {limit:g} by step {_range(steps)}"
-    said += f", and is {_range(last(plain, 'max_logit'))} at the end."
+        said += f"exceeds {limit:g} by step {_range(steps)}"
+    said += f" and is {_range(last(plain, 'max_logit'))} at the end."
     changes = [
         f"{_range(_changes(run, rate, name), signed)} with {NAMES.get(name, name)}"
         for name in run["methods"]
         if name != "plain"
     ]
     said += f""" Its held-out loss is {_range(losses(plain), "{:.3f}".format)} (token frequencies
-        alone: {run["unigram"]:.3f}); with the same seed it changes by {and_list(changes)}."""
+        alone: {run["unigram"]:.3f}); for the same seed it changes by {and_list(changes)}."""
     means = {name: statistics.mean(losses(chosen(run, rate, name))) for name in run["methods"]}
     best = min(means, key=means.__getitem__)
     named = NAMES.get(best, best)
@@ -287,7 +284,9 @@ def _picture(run: dict[str, Any]) -> str:
     rates, steps = run["settings"]["rates"], run["settings"]["steps"]
     picture = Picture(60 + 400 * len(rates), 480)
     legend(picture, 50, 20, COLOURS)
-    picture.text(50, 40, "a line a seed; largest logit, powers of 10 (above), loss, nats (below)")
+    picture.text(
+        50, 40, "one line per seed; largest logit, powers of 10 (top), loss in nats (bottom)"
+    )
     marks = [mark for one in run["runs"] for mark in one["marks"]]
     powers = [math.log10(max(mark["max_logit"], 0.1)) for mark in marks]
     tops = [mark["loss"] for mark in marks if mark["step"] > run["settings"]["every"]]
