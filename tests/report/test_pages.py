@@ -307,13 +307,13 @@ def test_the_page_of_logit_growth_says_what_came_out(grown: dict[str, Any], tmp_
     assert "The lowest mean over the seeds is 1.250, with clipping." in changed
     for mark in run["runs"][0]["marks"]:
         mark["max_logit"] = 7.0
-    assert "does not pass 30 with every seed, and is 7 at the end" in " ".join(
+    assert "does not exceed 30 with every seed and is 7 at the end" in " ".join(
         growth.render(run)[growth.PAGE].split()
     )
     assert "nan" not in drawn[growth.PICTURE]
     first = run["runs"][0]["alarms"][0]
     assert f"| {first['rule']} ({first['head']}) | {first['step']} |" in drawn[growth.PAGE]
-    assert "no alarm in any." in " ".join(drawn[growth.PAGE].split())
+    assert ": no alarm." in " ".join(drawn[growth.PAGE].split())
     run["runs"][0]["alarms"], run["runs"][-1]["alarms"] = [], [first]
     silent = " ".join(growth.render(run)[growth.PAGE].split())
     assert "| none | – | 0 | – | – |" in silent
