@@ -154,7 +154,8 @@ def _page(run: dict[str, Any]) -> str:
             f"""A GPT-2 of {settings["layers"]} layers of {settings["heads"]} heads, width
             {settings["width"]}, context {settings["context"]}, is trained for
             {settings["steps"]} steps of {settings["batch"]} rows of Python's manual with AdamW
-            (0.9, 0.95) at a constant rate and no gradient clipping, QK-norm or softcap. Each rate has {settings["seeds"]} seeds,
+            (0.9, 0.95) at a constant rate and no gradient clipping, QK-norm or softcap. Each rate has
+            {settings["seeds"]} seeds,
             and each seed runs with every method from the same weights and batches. Warm-up takes
             {methods["warm-up"]["warmup"]} steps; clipping at {methods["clip"]["limit"]:g} follows
             every step; the floor is {methods["floor"]["floor"]:g} nats at strength 1. These values
