@@ -154,13 +154,13 @@ def _page(run: dict[str, Any]) -> str:
             f"""A GPT-2 of {settings["layers"]} layers of {settings["heads"]} heads, width
             {settings["width"]}, context {settings["context"]}, is trained for
             {settings["steps"]} steps of {settings["batch"]} rows of Python's manual with AdamW
-            (0.9, 0.95) at a constant rate and no gradient clipping, QK-norm or softcap. Each rate has
-            {settings["seeds"]} seeds,
-            and each seed runs with every method from the same weights and batches. Warm-up takes
-            {methods["warm-up"]["warmup"]} steps; clipping at {methods["clip"]["limit"]:g} follows
-            every step; the floor is {methods["floor"]["floor"]:g} nats at strength 1. These values
-            were not tuned. Largest logits and entropies are those of the last batch; held-out text
-            is 128 windows of other topics."""
+            (0.9, 0.95) at a constant rate and no gradient clipping, QK-norm or softcap. Each rate
+            has {settings["seeds"]} seeds, and each seed runs with every method from the same
+            weights and batches. Warm-up takes {methods["warm-up"]["warmup"]} steps; clipping at
+            {methods["clip"]["limit"]:g} follows every step; the floor is
+            {methods["floor"]["floor"]:g} nats at strength 1. These values were not tuned. Largest
+            logits and entropies are those of the last batch; held-out text is 128 windows of other
+            topics."""
         ),
         prose(
             f"""`python examples/logit_growth.py` runs the experiment; `python -m benchmarks.pages
