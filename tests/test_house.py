@@ -98,7 +98,7 @@ def test_the_block_can_fail() -> None:
 
 def test_the_public_names_are_these() -> None:
     statistics = """Distance Entropy LSE Map Mass MaxLogit Norms OffsetHistogram OutputNorm Received
-        RowSum Running Similarity Sink Statistic TopKeys"""
+        RowSum Running Segments Similarity Sink Statistic TopKeys"""
     masks = """ALiBi At Bias Causal Dense Documents First Induction Mask Padding Prefix Previous
         SameToken Self Window"""
     layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"

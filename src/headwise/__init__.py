@@ -24,6 +24,7 @@ from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.plan import RowSum
 from .stats.received import Received
 from .stats.running import Running
+from .stats.segments import Segments
 from .stats.similarity import Similarity
 from .stats.statistic import Statistic
 from .stats.top_keys import TopKeys
@@ -92,6 +93,7 @@ __all__ = [
     "RowSum",
     "Running",
     "SameToken",
+    "Segments",
     "Self",
     "Similarity",
     "Sink",

@@ -25,7 +25,7 @@ ALL = [
     *(hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self()), hw.Mass(hw.At(1))),
     *(hw.Mass(hw.First(3), name="three"), hw.Mass(hw.Window(3)), hw.Mass(hw.SameToken(IDS))),
     *(hw.Mass(hw.Induction(IDS)), hw.Distance(spread=True, absolute=True), hw.TopKeys(3)),
-    hw.OutputNorm(WEIGHT),
+    *(hw.OutputNorm(WEIGHT), hw.Segments({"few": (0, 2), "others": [(2, 3), (4, 9)]})),
 ]
 
 

@@ -28,6 +28,7 @@ ALL = [
     hw.Mass(hw.Self()), hw.Mass(hw.At(1)), hw.Mass(hw.SameToken(IDS)),
     hw.Mass(hw.Induction(IDS)), hw.Mass(hw.Window(3)), hw.Distance(spread=True, absolute=True),
     hw.TopKeys(3), hw.OffsetHistogram(4, ahead=True), hw.Similarity(4), hw.OutputNorm(WEIGHT),
+    hw.Segments({"few": (0, 2), "others": [(2, 3), (4, 9)]}),
     hw.Norms(), hw.MaxLogit(above=0.5),
 ]
 KINDS = {x for name in hw.__all__ if hasattr(x := getattr(hw, name), "define")}

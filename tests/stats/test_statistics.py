@@ -58,6 +58,7 @@ def everything(ids: torch.Tensor) -> list[Statistic]:
         hw.OffsetHistogram(5, ahead=True),
         hw.Similarity(),
         hw.Norms(),
+        hw.Segments({"two": (1, 3), "same": ids == 1, "none": (90, 95)}),
     ]
 
 

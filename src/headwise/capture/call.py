@@ -23,6 +23,7 @@ from ..stats.observe import read
 from ..stats.patterns import AmongPositions, Pattern
 from ..stats.record import Reading
 from ..stats.sampling import draw
+from ..stats.segments import Segments
 from ..stats.statistic import Statistic, Statistics
 from .mask_import import reaches_all, with_padding, without_padding
 from .parts import Waiting
@@ -219,6 +220,8 @@ class AttentionCall:
         """
         if not isinstance(statistics, Statistics):
             statistics = Statistics.of(statistics)
+        if self.behind or self.first_key:
+            statistics = Statistics(map(self._placed, statistics))
         mask, one, output, sample = self.keywords.get("mask"), self.one_pass, False, None
         if self.own_positions or not looking.padding or not isinstance(mask, Mask):
             mask = self.counted(looking)
@@ -236,7 +239,6 @@ class AttentionCall:
         keywords = {**self.keywords, "mask": mask}
         if self.behind:
             keywords["first_query"] = self.keys - self.behind - self.queries
-            statistics = Statistics(_among_positions(each, self.behind) for each in statistics)
         backend = keywords.pop("backend", "auto")
         if statistics.of_output:
             output = self.out  # here, with its graph
@@ -254,14 +256,17 @@ class AttentionCall:
                     readings[name] = readings[name].without_values(self.hidden)
         return readings
 
+    def _placed(self, statistic: Statistic) -> Statistic:
+        """Return the same statistic of keys that have other positions than their places say."""
+        if isinstance(statistic, Segments):
+            return statistic.among(self.first_key, self.keys - self.behind if self.behind else None)
+        if not self.behind or not isinstance(statistic, Mass):
+            return statistic
+        if not isinstance(statistic.keys, Pattern):
+            return statistic
+        return Mass(AmongPositions(statistic.keys, self.behind), *statistic.names)
+
 
 Listener = Callable[[AttentionCall], Tensor | None]
 """What hears of every attention call. It may give `[B, H, T, Dv]` to take the place of `call.out`;
 `None` leaves the model's own output as it is, bit for bit."""
-
-
-def _among_positions(statistic: Statistic, behind: int) -> Statistic:
-    """Return the same statistic of a call in which so many keys at the end have no position."""
-    if not isinstance(statistic, Mass) or not isinstance(statistic.keys, Pattern):
-        return statistic
-    return Mass(AmongPositions(statistic.keys, behind), *statistic.names)

@@ -23,10 +23,11 @@ from ..stats.observe import observe
 from ..stats.patterns import First, Induction, SameToken
 from ..stats.record import Reading
 from ..stats.seen import Seen
+from ..stats.segments import Segments
 from ..stats.statistic import Statistic
 from ..stats.tables import table_rows
 
-_MAXIMA, _LINEAR = (MaxLogit, Norms), (Mass, Sink, Distance)
+_MAXIMA, _LINEAR = (MaxLogit, Norms), (Mass, Segments, Sink, Distance)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
     if isinstance(statistic, Mass) and isinstance(statistic.keys, First):
         left = statistic.keys.count - first_key
         return Mass(First(left), name=statistic.names[0]) if left > 0 else None
+    if isinstance(statistic, Segments):
+        return statistic.among(statistic.first_key + first_key, None)
     if isinstance(statistic, Mass):
         mergeable = not isinstance(statistic.keys, SameToken | Induction)
     if isinstance(statistic, Distance):
@@ -164,7 +167,7 @@ def _merged(
             if name in largest:
                 readings[name] = Reading(maxima[largest.index(name)].amax(0), largest=True)
             else:
-                among = sums[f"{name}, among"] > 0 if isinstance(one, Mass) else None
+                among = sums[f"{name}, among"] > 0 if isinstance(one, Mass | Segments) else None
                 readings[name] = Reading(sums[name], sums[f"{name}, rows"] > 0, among=among)
     if "lse" in readings:
         readings["lse"] = Reading(total, valid)

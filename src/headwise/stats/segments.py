@@ -1,0 +1,188 @@
+"""`Segments`: the attention to each part of a context, as values that are one-hot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..backends.blocked import SCORES_AT_A_TIME
+from ..core.masks import Dense
+from ..core.numbers import whole
+from ..core.reference import Definition
+from .plan import CALL, ROWS, Need, Route, Setting
+from .record import Reading, Record
+from .run import Work, rows_of_p
+from .statistic import Statistic
+from .view import View, visible_keys
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(Statistic):
+    """The attention to each segment of the keys: `[B, H, T]` by its name, between 0 and 1.
+
+    Of the segment J, `Σ_{j∈J} p_ij`. As for `Mass`, its mean is over the queries that may attend
+    to a key of the segment. All segments are answered together: by one more attention call for
+    each D of them, or of few queries by their rows of P.
+
+    Args:
+        segments: by name, the positions of its keys: a range `(start, stop)`, a list of ranges, or
+            a boolean tensor `[S]` or `[B, S]`, such as `input_ids == image_token`. Positions count
+            from the first token that was ever put in: while a cache grows or drops keys, those of a
+            segment stay, and later keys are in none.
+
+    Raises:
+        ValueError: no segments; a name that is no string; positions of another form.
+
+    >>> import headwise as hw
+    >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+    >>> segments = hw.Segments({"system": (0, 3), "question": [(3, 5), (7, 10)]})
+    >>> seen = hw.observe(q, k, v, segments, mask=hw.Causal())
+    >>> seen["system"].shape
+    torch.Size([1, 4, 10])
+    >>> bool((seen["system"][..., :3] > 0.999).all())  # there is nothing else yet
+    True
+    """
+
+    segments: Mapping[str, Range | Sequence[Range] | Tensor]
+    first_key: int = 0
+    positions: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.segments, Mapping) or not self.segments:
+            raise ValueError(
+                f"Segments({self.segments!r}): segments must be a dict of names and ranges, such "
+                f'as {{"image": (4, 580)}}.'
+            )
+        found = {name: _positions(name, given) for name, given in self.segments.items()}
+        object.__setattr__(self, "segments", MappingProxyType(found))
+        need = _OnSegments(self)
+        object.__setattr__(self, "needs", MappingProxyType(dict.fromkeys(found, need)))
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self.segments)
+
+    def among(self, first_key: int, positions: int | None) -> Segments:
+        """Return the same of a call whose first key has this position, and of whose keys so many
+        have one: the others stand behind them."""
+        return replace(self, first_key=first_key, positions=positions)
+
+    def chosen(self, keys: int, device: torch.device) -> Bool[Tensor, "#B S n"]:
+        """Return which of the keys are in which segment."""
+        place = torch.arange(keys, device=device) + self.first_key
+        columns = []
+        for given in self.segments.values():
+            if isinstance(given, Tensor):
+                last = given.shape[-1] - 1
+                column = given.to(device)[..., place.clamp(max=last)] & (place <= last)
+            else:
+                column = torch.zeros_like(place, dtype=torch.bool)
+                for start, stop in given:  # type: ignore[misc]  # as _positions() gives them
+                    column = column | ((place >= start) & (place < stop))
+            columns.append(column if column.dim() == 2 else column[None])
+        every = torch.stack(torch.broadcast_tensors(*columns), dim=-1)
+        if self.positions is not None:
+            every[:, self.positions :] = False
+        return every
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        ((mass, targets),) = {record[need] for need in self.needs.values()}
+        among = record.view.valid_rows
+        return {
+            name: Reading(mass[..., number], targets[..., number], among=among)
+            for number, name in enumerate(self.names)
+        }
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        chosen = self.chosen(full.extent.keys, full.weights.device)
+        mass = full.weights @ chosen[:, None].to(full.weights.dtype)
+        return dict(zip(self.names, mass.unbind(-1), strict=True))
+
+
+def _positions(name: object, given: object) -> tuple[Range, ...] | Tensor:
+    """Return the positions of a segment as ranges or a boolean tensor.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    if isinstance(name, str) and name and isinstance(given, Tensor):
+        if given.dtype is torch.bool and given.dim() in (1, 2) and given.shape[-1]:
+            return given
+    elif isinstance(name, str) and name and isinstance(given, Sequence):
+        ranges = [given] if given and whole(given[0]) is not None else given
+        if all(isinstance(one, Sequence) and len(one) == 2 for one in ranges):
+            ends = [(whole(start), whole(stop)) for start, stop in ranges]
+            if all(a is not None and b is not None and 0 <= a <= b for a, b in ends):
+                return tuple(ends)  # type: ignore[return-value]
+    shown = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+    raise ValueError(
+        f"Segments({{{name!r}: {shown}}}): a segment is a name with a range (start, stop) of "
+        f"positions from 0, a list of ranges, or a boolean tensor [S] or [B, S]."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _OnSegments(Need):
+    """`Σ_{j∈J} p_ij` of each segment, `[B, H, n, segments]`, and which queries see a key of it."""
+
+    of: Segments
+    name = "segments"
+
+    def route(self, setting: Setting) -> Route:
+        extent = setting.extent
+        if extent.queries * 8 <= extent.keys and not setting.gradients:
+            return Route(ROWS, "of few queries it costs less than a call, which pads all keys")
+        calls = -(-len(self.of.names) // setting.dim)
+        return Route(CALL) if calls == 1 else Route(f"identity: {calls} more calls")
+
+    def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor]:
+        view = work.view
+        chosen = self.of.chosen(view.extent.keys, view.device)
+        if len(chosen) not in (1, view.extent.batch):
+            raise ValueError(
+                f"Segments(…) in a call with {view.extent}: boolean tensors have {len(chosen)} "
+                f"rows; give [S], or one row for each text."
+            )
+        one_hot = chosen.to(view.dtype)[:, None]
+        targets = _see(chosen, view)
+        if route.kind == ROWS:
+            return _of_rows(one_hot, view), targets
+        mass, of_keys = work.mean_among_keys(one_hot)
+        mass = mass if view.sinks is None else mass * work.left(of_keys)[..., None]
+        return torch.where(view.valid_rows[..., None], mass, 0.0), targets
+
+
+def _of_rows(one_hot: Float[Tensor, "#B 1 S n"], view: View) -> Tensor:
+    """Return the masses from rows of P, a bounded number of these at a time."""
+    extent, parts = view.extent, []
+    size = max(1, SCORES_AT_A_TIME // max(1, prod((extent.batch, extent.heads, extent.keys))))
+    for queries in torch.arange(extent.queries, device=view.device).split(size):
+        p = view.by_head(rows_of_p(view, queries).p)
+        parts.append(p @ one_hot)
+    if not parts:
+        return one_hot.new_zeros(extent.batch, extent.heads, 0, one_hot.shape[-1])
+    return torch.cat(parts, dim=2)
+
+
+def _see(chosen: Bool[Tensor, "#B S n"], view: View) -> Bool[Tensor, "#B #H t n"]:
+    """Return which queries may attend to a key of which segment."""
+    if view.ranges is not None:
+        before = torch.nn.functional.pad(chosen.long().cumsum(1), (0, 0, 1, 0))
+        low, high = (edge[:, 0] for edge in view.ranges)
+        rows = torch.arange(max(len(before), len(low)), device=view.device)[:, None]
+        of_text, of_mask = rows.clamp(max=len(before) - 1), rows.clamp(max=len(low) - 1)
+        low, high = low[of_mask[:, 0]], high[of_mask[:, 0]]
+        return (before[of_text, high] > before[of_text, low])[:, None]
+    counts = [
+        visible_keys(view.mask & Dense(column[:, None, None]), view.extent, view.device)
+        for column in chosen.unbind(-1)
+    ]
+    return torch.stack(torch.broadcast_tensors(*counts), dim=-1) > 0
