@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -81,7 +81,10 @@ def test_gradients_are_those_of_the_definition(t: int) -> None:
     seen = hw.observe(q, k, k.detach(), hw.Segments(PARTS), gradients=True)
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
     for figures in ({name: seen[name] for name in PARTS}, definition(weights, PARTS)):
-        loss = sum((number + 1) * x.square().sum() for number, x in enumerate(figures.values()))
+        loss = (
+            torch.stack([x.square().sum() for x in figures.values()])
+            @ torch.arange(1.0, 4.0).double()
+        )
         found.append(torch.autograd.grad(loss, parts))
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted)
@@ -148,13 +151,13 @@ def steps(model: Any, inputs: dict[str, Any], parts: dict[str, Any], **options: 
 
 def test_generate_of_a_language_model() -> None:
     config = transformers.LlamaConfig(**SMALL)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model: Any = transformers.LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 40, (1, 9))
     steps(model, {"input_ids": ids}, {"system": (0, 3), "question": (3, 9), "answer": (9, 99)})
 
 
 def test_generate_behind_padding() -> None:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
     ids = torch.randint(3, 40, (2, 9))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -164,7 +167,7 @@ def test_generate_behind_padding() -> None:
 
 def test_positions_stay_where_a_cache_drops_keys() -> None:
     config = transformers.MistralConfig(**SMALL, sliding_window=8)
-    model = transformers.MistralForCausalLM(config).eval()
+    model: Any = transformers.MistralForCausalLM(config).eval()
     ids = torch.randint(3, 40, (1, 12))
     with hw.watch(model, hw.Segments({"early": (0, 6), "late": (6, 12), "answer": (12, 99)})) as s:
         model.generate(
@@ -186,7 +189,7 @@ def test_positions_stay_where_a_cache_drops_keys() -> None:
 
 def test_generate_of_a_model_that_sees_images() -> None:
     image = 39
-    config = transformers.LlavaConfig(
+    config = cast(Any, transformers.LlavaConfig)(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
             image_size=8, patch_size=4, projection_dim=16,
@@ -194,7 +197,7 @@ def test_generate_of_a_model_that_sees_images() -> None:
         text_config=transformers.LlamaConfig(**SMALL),
         image_token_id=image, vision_feature_layer=-1,
     )  # fmt: skip
-    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model: Any = transformers.LlavaForConditionalGeneration(config).eval()
     ids = torch.randint(3, 38, (1, 12))
     ids[:, 2:6] = image
     inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8)}
@@ -205,7 +208,7 @@ def test_generate_of_a_model_that_sees_images() -> None:
 
 
 def test_generate_of_qwen2_vl() -> None:
-    config = transformers.Qwen2VLConfig(
+    config = cast(Any, transformers.Qwen2VLConfig)(
         text_config=SMALL | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
         vision_config=dict(
             depth=1, embed_dim=16, num_heads=2, mlp_ratio=1, patch_size=4, hidden_size=32,
@@ -213,7 +216,7 @@ def test_generate_of_qwen2_vl() -> None:
         ),
         image_token_id=39, video_token_id=38, vision_start_token_id=37, vision_end_token_id=36,
     )  # fmt: skip
-    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    model: Any = transformers.Qwen2VLForConditionalGeneration(config).eval()
     ids = torch.randint(3, 30, (1, 12))
     ids[:, 2] = 37
     ids[:, 3:7] = 39
