@@ -457,7 +457,7 @@ def test_every_finding_has_its_words() -> None:
     calls = [node for tree in own for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = 0
     for call in calls:
-        if isinstance(call.func, ast.Name) and call.func.id == "found":
+        if isinstance(call.func, ast.Name) and call.func.id == "violation":
             rule, way, *_ = [getattr(argument, "value", None) for argument in call.args]
             given = {keyword.arg for keyword in call.keywords}
             if isinstance(rule, str) and isinstance(way, str):

@@ -1,8 +1,8 @@
 """Check an attention layer that somebody wrote: what is wrong with it, in words.
 
-`check` makes a `Target` of what it is given, probes its behavior, compares it with the definition,
-and joins what they found in a `Verdict`. It tests what the call names, and asks for one call rather
-than guess.
+`check` makes a `Target` of its argument, probes its behavior, compares it with the definition and
+collects the findings in a `Verdict`. It tests what the call names, and requests a call instead of
+guessing one.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def check(
     """Check an attention layer, and say what to change.
 
     Args:
-        thing: an `nn.Module`; a class or factory, which is built with `args` and `arguments`, and
-            with sizes for what they leave open; or a function of q, k and v.
-        embed_dim, num_heads, num_kv_heads: sizes, where they are known or wanted.
-        causal: whether later tokens must be hidden. Default: what its behavior, a flag, a
-            triangular buffer or "causal" in its name says.
-        seed: of all random numbers.
-        call: how it is called, `lambda layer, x, keep: layer(x, mask=keep)`. x is `[B, T, E]`. What
-            else it names is tested: `memory` `[B, S, E]`, another sequence; `keep` `[B, S]`, True
-            = real token; `allow` `[T, S]`, True = may attend; `start`, the position of the first
-            token; `past`, what the last call returned (None at first).
+        thing: an `nn.Module`; a class or factory, which is built with `args` and `arguments` and
+            with default sizes for the rest; or a function of q, k and v.
+        embed_dim, num_heads, num_kv_heads: known or required sizes.
+        causal: True if later tokens must be hidden. By default it follows from the behavior, a
+            flag, a triangular buffer or "causal" in the name.
+        seed: the seed of all random numbers.
+        call: the call, such as `lambda layer, x, keep: layer(x, mask=keep)`. x is `[B, T, E]`. Its
+            other parameters are tested: `memory` `[B, S, E]`, another sequence; `keep` `[B, S]`,
+            True = real token; `allow` `[T, S]`, True = may attend; `start`, the position of the
+            first token; `past`, the result of the last call (None at first).
 
     Returns:
-        A verdict: `passed`, `findings` and `results`; it prints itself. Nothing that was given is
-        changed, and no gradient is left on it.
+        A verdict with `passed`, `findings` and `results`; it prints itself. The arguments are not
+        changed, and no gradient is left on them.
 
     Raises:
         ValueError: something must be given that is not guessed: an argument, or one call.

@@ -287,7 +287,7 @@ def weights(ctx: Probing) -> Finding | None:
     option = _weights_option(ctx.target)
     try:
         result = ctx.result(ctx.x, **option)
-    except Failed:  # it may want more where it gives weights
+    except Failed:  # with weights it may require more arguments
         return None
     given = result.weights
     if given is None:
@@ -316,7 +316,7 @@ def _weights_option(target: Target) -> dict[str, Any]:
 def large_inputs(ctx: Probing) -> Finding | None:
     """Give inputs of a thousand times the usual size, in float32; look at outputs and gradients."""
     target = ctx.random
-    if target.dtype.itemsize < 4:  # which overflows by itself
+    if target.dtype.itemsize < 4:  # half precision overflows by itself
         return None
     x = (target.input() * 1000).requires_grad_(True)
     try:
@@ -325,6 +325,6 @@ def large_inputs(ctx: Probing) -> Finding | None:
         if fine and out.requires_grad:
             slope = torch.autograd.grad(out.sum(), x, allow_unused=True)[0]
             fine = slope is None or bool(slope.isfinite().all())
-    except Exception:  # other probes say what fails
+    except Exception:  # other probes report it
         return None
     return passed("large-inputs") if fine else violation("large-inputs", "overflow")

@@ -144,7 +144,7 @@ def resolve(
     """Make the target.
 
     Raises:
-        Unsaid: something must be given that is not guessed.
+        Question: an argument or a call must be given.
         Broken: it cannot be built, or its first call fails.
     """
     thing = getattr(thing, "_orig_mod", thing)  # what torch.compile has wrapped
@@ -226,7 +226,7 @@ def _not_built(
         )
     own = isinstance(error, (NameError, AttributeError))
     refused = isinstance(error, (ValueError, AssertionError)) or set(named) - set(build.given)
-    if not line_of(error) or (refused and not own):  # what is chosen here may be of another type
+    if not line_of(error) or (refused and not own):  # a default may be of the wrong type
         return Question(
             f"check({label}): {label}({_shown(named)}) is refused: {describe(error)}. Give what it "
             f"needs: hw.check({label}, {', '.join(f'{n}=…' for n in build.names)})"
@@ -328,7 +328,7 @@ class _Constructor:
         """Return the arguments by name.
 
         Raises:
-            Unsaid: one must be given that is not guessed, or one was given that does not exist.
+            Question: a required argument is missing, or an unknown one was given.
         """
         rest, named, unknown, open_ = dict(self.given), dict[str, Any](), list[str](), False
         for one in self.free:
@@ -389,7 +389,7 @@ class _Constructor:
         target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
         try:
             kind = typing.get_type_hints(target).get(name)
-        except Exception:  # an annotation that cannot be read is no annotation
+        except Exception:  # an unreadable annotation counts as none
             kind = None
         for one in (kind, *typing.get_args(kind)):
             if inspect.isclass(one) and one.__module__ not in ("builtins", "typing"):
@@ -492,7 +492,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
         given_causal=sizes.causal,
     )
     result = first_call(target)
-    if hasattr(layer, "block_size"):  # which may be that of a softmax in blocks
+    if hasattr(layer, "block_size"):  # possibly that of a blocked softmax
         with suppress(Exception):
             longer = replace(target, context_length=None)
             first_call(longer)
@@ -505,8 +505,8 @@ def first_call(target: Target) -> Result:
     """Call a target for the first time.
 
     Raises:
-        Unsaid: the call fails, and may not be the one that is meant.
-        Broken: it fails for a name that its file does not have; or the shown call fails inside.
+        Question: the call fails, and may not be the intended one.
+        Broken: it uses a name that its file does not define; or the shown call fails inside.
     """
     x = target.input()
     what = f"x {list(x.shape)}"
@@ -524,7 +524,7 @@ def first_call(target: Target) -> Result:
     except Exception as error:
         line = line_of(error)
         own = isinstance(error, (NameError, AttributeError)) and line is not None
-        own = own and "'NoneType' object" not in str(error)  # it may be missing what is not given
+        own = own and "'NoneType' object" not in str(error)  # an argument may be missing
         if own or target.shown:
             raise Broken(violation("runs", "fails", what=what, error=describe(error))) from error
         if isinstance(error, NotImplementedError):

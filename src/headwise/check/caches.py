@@ -1,8 +1,8 @@
 """Caches of keys and values: chunk after chunk must give what the whole sequence gives.
 
-A shown call with `past` says how the cache is used. Of a plain call the usual ways are tried: what
-comes back goes in again, the call fills what it is given, or the layer keeps its own. Where one of
-them gives the whole sequence's output, the cache is right.
+A shown call with `past` defines the use of the cache. For a plain call the usual ways are tried:
+the result is passed to the next call, the call fills its argument, or the layer keeps a cache. If
+one of them gives the output of the whole sequence, the cache is right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Call a layer: as its signature says, or as somebody shows.
 
-The plain call gives x once, or as query, key and value, and leaves every other argument at its
-default. What it must be given beside and does not know, it asks for: a shown call is one line.
+The plain call passes x once, or as query, key and value, and leaves all other arguments at their
+defaults. If it requires an unknown argument, a `Question` requests a shown call, which is one line.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class PlainCall:
     """The call that follows from the signature of a layer.
 
     Attributes:
-        inputs: the parameters that take x: one, or query, key and value.
+        inputs: the parameters for x: one, or query, key and value.
         memory: the parameter for another sequence; with three inputs, key and value take it.
-        forms: how `allow` and `keep` go in, once `masks` has learned it.
-        time_first: x goes in, and the output comes out, as `[T, B, E]`.
+        forms: the forms of `allow` and `keep`, once `masks` has found them.
+        time_first: x and the output are `[T, B, E]`.
     """
 
     parameters: dict[str, inspect.Parameter]
@@ -173,7 +173,7 @@ class ShownCall:
     """A call that somebody shows: `lambda layer, x, keep: layer(x, mask=keep)`.
 
     Raises:
-        Unsaid: it fails by itself, outside of the layer; or its parameters have other names.
+        Question: it fails outside of the layer; or its parameters have other names.
     """
 
     shown: Callable[..., Any]
@@ -244,7 +244,7 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
     """Return the call that follows from the signature of a layer.
 
     Raises:
-        Unsaid: it must be given something that is not guessed; the lambda to copy is shown.
+        Question: an argument is required that is not guessed; the message has a lambda to copy.
     """
     forward = getattr(layer, "forward_like", layer.forward)
     found = signature(forward)
@@ -303,7 +303,7 @@ def show(layer: Any, label: str, unknown: list[str], must: list[str]) -> str:
     }
     named |= {"cache": "past"}
     places = {name: named.get(role, "…") for name, role in roles.items()}
-    if "memory" in places.values():  # masks beside another sequence are of its tokens
+    if "memory" in places.values():  # masks beside another sequence hide its tokens
         places |= {n: "keep" for n, role in roles.items() if role in ("mask", "memory_mask")}
     words = [one for one in dict.fromkeys(places.values()) if one in NAMED]
     arguments = ", ".join(["x", *(places[name] for name in must)])

@@ -1,6 +1,6 @@
-"""Read the code of what is checked: signatures, attributes, and errors with their lines.
+"""Facts from the checked code: signatures, attributes, and errors with their lines.
 
-Nothing here decides what is right. It finds names, numbers and the line to look at.
+Nothing here decides what is right; it finds names, numbers and lines.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def line_of(error: BaseException) -> Line | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line: what it says, the user's line, and the shapes there.
+    """Return an error in one line: its message, the user's line, and the shapes there.
 
     >>> describe(ValueError("too long"))
     'ValueError: too long'
@@ -127,8 +127,8 @@ def describe(error: BaseException) -> str:
 
 
 def _meant(error: BaseException) -> str:
-    """Return what an error means: the attribute of a module that is nearest to a misspelled one, or
-    that code for NumPy was given tensors."""
+    """Return a hint on an error: the attribute nearest to a misspelled one, or that code for NumPy
+    got tensors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [one for one in frames if is_users(one.f_code.co_filename)]
     if isinstance(error, TypeError) and users:
@@ -201,7 +201,7 @@ def fields_of(config: Any) -> Mapping[str, Any]:
 
 
 def sizes_in(thing: Any) -> dict[str, int]:
-    """Return the sizes that an object states by its attributes, its config and its children.
+    """Return the sizes that an object states in its attributes, its config and its children.
 
     >>> sizes_in(nn.MultiheadAttention(24, 3))["heads"]
     3
@@ -218,10 +218,10 @@ def sizes_in(thing: Any) -> dict[str, int]:
 
 
 def input_width(module: nn.Module, stated: int | None = None) -> int | None:
-    """Return the width of the input, as the first layer or raw matrix that holds one says.
+    """Return the width of the input, from the first layer or raw matrix.
 
     Args:
-        said: what an attribute says; where no layer takes it, it is another width.
+        stated: the width in an attribute; used if a layer takes it.
     """
     widths = [width for child in module.modules() if isinstance(width := _taken(child), int)]
     if stated is not None and (stated in widths or not widths):
@@ -240,7 +240,7 @@ def _taken(layer: nn.Module) -> int | None:
 
 
 def number_of_heads(module: nn.Module) -> int | None:
-    """Return the length of a list of heads; 1 where no constructor speaks of heads."""
+    """Return the length of a list of heads; 1 if no constructor mentions heads."""
     for child in module.modules():
         parts = list(child) if isinstance(child, nn.ModuleList) else []
         if parts and all(any(True for _ in part.parameters()) for part in parts):
@@ -250,14 +250,14 @@ def number_of_heads(module: nn.Module) -> int | None:
 
 
 Rotation = tuple[int, float, bool]
-"""`RoPE`'s dim, base and interleaved."""
+"""The dim, base and interleaved of `RoPE`."""
 
 
 def rotations(module: nn.Module, head_dim: int, spoken: Iterable[str] = ()) -> list[Rotation]:
-    """Return rotary positions that may be meant, where any name speaks of them.
+    """Return possible rotary positions, if any name mentions them.
 
     Args:
-        spoken: further names: arguments of the call, words of a shown call.
+        spoken: further names: arguments of the call, names in a shown call.
     """
     home = vars(sys.modules.get(type(module).__module__, re))
     makers = [
@@ -282,7 +282,7 @@ def rotations(module: nn.Module, head_dim: int, spoken: Iterable[str] = ()) -> l
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[int, float]]:
-    """Yield width and base of rotations whose frequencies or tables are kept."""
+    """Yield width and base of rotations with stored frequencies or tables."""
     for child in module.modules():
         for name, value in {**vars(child), **child._buffers}.items():
             if isinstance(value, RoPE) and value.kind == "default":
@@ -308,7 +308,7 @@ def _tables(module: nn.Module) -> Iterator[tuple[int, float]]:
 
 
 def set_dropout(module: nn.Module, p: float) -> bool:
-    """Set every probability of dropping; return True if there was any."""
+    """Set all dropout probabilities; return True if there are any."""
     any_found = False
     for child in module.modules():
         own = ["p"] if isinstance(child, nn.modules.dropout._DropoutNd) else []
@@ -322,8 +322,8 @@ def set_dropout(module: nn.Module, p: float) -> bool:
 
 
 def lines_in(module: nn.Module, pattern: str) -> list[Line]:
-    """Return the lines of a module's own classes, and of the functions of their files that they
-    mention, that match a pattern."""
+    """Return the lines that match a pattern in a module's own classes, and in functions that they
+    mention."""
     found = list[Line]()
     for thing in own_code(module):
         try:
@@ -341,7 +341,7 @@ def lines_in(module: nn.Module, pattern: str) -> list[Line]:
 
 
 def _docstrings(code: str) -> set[int]:
-    """Return the numbers of lines that are text, from 0."""
+    """Return the numbers of the lines of docstrings, from 0."""
     try:
         tree = ast.parse(textwrap.dedent(code))
     except SyntaxError:

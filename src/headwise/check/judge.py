@@ -1,7 +1,7 @@
 """Run the probes and the definition, and make one list of what they found.
 
-The mistake that is named comes first. What follows from it is no finding of its own, and advice
-waits until nothing is wrong.
+The named mistake comes first. Its consequences are not findings of their own, and advice is shown
+after all errors are fixed.
 """
 
 from __future__ import annotations

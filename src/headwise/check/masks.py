@@ -1,7 +1,7 @@
 """Masks, padding, another sequence and positions: by the names in the call.
 
-A shown call says what its names mean, so each is tested as it says. Of a plain call the form of a
-mask is learned by trying the usual ones; the verdict states the form that was found.
+A shown call defines the meaning of its names, and each is tested. For a plain call the usual forms
+of a mask are tried; the verdict reports the form that was found.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def learn_causality(target: Target, wrong: bool) -> None:
     """Settle whether later tokens must be hidden, and why.
 
     Args:
-        wrong: something is wrong with the mask that could be passed.
+        wrong: True if the mask argument has a mistake.
     """
     wanted = target.given_causal
     if wanted is False:

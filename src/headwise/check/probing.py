@@ -36,7 +36,7 @@ class Probing:
 
     Attributes:
         target: with its own weights; random: with random ones; exact: the same in float64.
-        x, out: an input of the usual size, and what `exact` gives for it.
+        x, out: an input of the usual size, and its output from `exact`.
     """
 
     def __init__(self, target: Target) -> None:
@@ -96,7 +96,7 @@ class Probing:
             try:
                 with torch.no_grad():
                     expected, actual = two(target, x)
-            except Exception:  # it was seen on another input; here there is none to show
+            except Exception:  # it occurred on another input only
                 return None
             if not self.near(actual, expected):
                 source = f"{target.source(x.shape[1], batch)}  # {label}{beside}"

@@ -1,9 +1,8 @@
 """Run somebody else's code in a process of its own, with limits on time and memory.
 
-It guards against accidents (a loop without an end, an `exit()`, too much memory), and is no
-security
-boundary: the code runs with the user's own rights, like any file that is run with Python. It gets
-none of the secrets in the environment, and an empty home of its own.
+It guards against accidents (an endless loop, an `exit()`, too much memory) but is not a security
+boundary: the code runs with the rights of the user, like any Python file. It gets no secrets from
+the environment, and an empty home folder.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 GIB = 2**30
-PRINTED_BYTES = 4096  # bytes of what the code prints that are kept
-FILE_BYTES = 64 * 2**20  # bytes of a file that the code may write
+PRINTED_BYTES = 4096  # the part of the printed output that is reported
+FILE_BYTES = 64 * 2**20  # the limit of files that the code writes
 START = 120.0  # seconds to import torch on a busy machine, before the clock starts
-GRACE = 2.0  # seconds in which the job says where it is, once its time is over
+GRACE = 2.0  # seconds to report the current line after a timeout
 OUT_OF_MEMORY = 77
 
 Ending = Literal["done", "time", "memory", "exit", "signal"]
@@ -60,8 +59,8 @@ class Limits:
 class Outcome:
     """The outcome of a run.
 
-    `code` is the exit status, or the signal's number; `stack` is what was being run when time was
-    over, as `faulthandler` writes it; `printed` is the beginning of what was printed.
+    `code` is the exit status or the number of the signal; `stack` is the code at the timeout, from
+    `faulthandler`; `printed` is the beginning of the printed output.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -81,9 +80,9 @@ def run(
     """Call a function in a process of its own.
 
     Args:
-        function: `"module:name"`. It is called with `send`, which takes a dict for JSON and makes
-            it a message, and with the arguments.
-        report: called now and then with the seconds that it has run.
+        function: `"module:name"`. It is called with `send`, which sends a dict as a message in
+            JSON, and with the arguments.
+        report: called repeatedly with the seconds so far.
 
     Raises:
         ValueError: the system cannot limit processes so.
@@ -113,7 +112,7 @@ def run(
                 status = code if ended else None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # and all that it started
+                os.killpg(pid, signal.SIGKILL)  # with all processes that it started
             if status is None:
                 status = os.waitpid(pid, 0)[1]
         return _sum_up(box, os.waitstatus_to_exitcode(status))
@@ -163,7 +162,7 @@ def _started(job: dict[str, Any]) -> int:
             start_new_session=True,
             env=environment(os.environ, Path(job["box"], "home")),
         )
-    process.returncode = 0  # it is waited for by its number
+    process.returncode = 0  # waited for by its number
     return process.pid
 
 

@@ -1,8 +1,8 @@
 """Facts from the syntax of a file, without running it: names, blanks and uses.
 
-A *part* is a function, `causal_mask`, or something of a class: the method `Head.forward`, or the
-attribute `Head.W_query`, which some method sets. What a class inherits from another class of the
-same file is its own, too.
+A *part* is a function, `causal_mask`, or a member of a class: the method `Head.forward`, or the
+attribute `Head.W_query`, which a method sets. Members inherited from a class of the same file count
+as its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_EFFECT = set(
         "expand repeat repeat_interleave matmul bmm masked_select detach tril triu"
     ).split()
 )
-"""Functions of tensors that change nothing and give a new tensor."""
+"""Tensor methods that return a new tensor and change nothing."""
 SETTERS = {"register_buffer", "register_parameter", "register_module", "add_module"}
 LOADS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
 
@@ -38,8 +38,8 @@ LOADS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
 class Blank:
     """A placeholder that is still there.
 
-    `key` is the name of the variable or attribute that holds nothing but None, or "return"; "" is
-    a body that is not there.
+    `key` is the name of the variable or attribute that only holds None, or "return"; "" for a
+    missing body.
     """
 
     line: int
@@ -48,10 +48,10 @@ class Blank:
 
 
 class ParsedFile:
-    """A file's text and its tree.
+    """The text and the syntax tree of a file.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it is not Python.
 
     >>> text = "import math\\nclass Head(Module):\\n    def forward(self, x): return None"
     >>> source = ParsedFile(text)
@@ -65,14 +65,14 @@ class ParsedFile:
         self.text, self.file = text, file
         self.tree = ast.parse(text, file)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import says them
+            warnings.simplefilter("ignore")  # the import shows them
             self.code = compile(self.tree, file, "exec", dont_inherit=True)
 
     # --- names ------------------------------------------------------------------------------------
 
     @cached_property
     def definitions(self) -> dict[str, Function | ast.ClassDef]:
-        """Functions and classes of the file itself, also those under an `if` or a `try`."""
+        """Functions and classes of the file, also those under an `if` or a `try`."""
         statements = _statements(self.tree.body)
         return {one.name: one for one in statements if isinstance(one, Function | ast.ClassDef)}
 
@@ -95,14 +95,14 @@ class ParsedFile:
 
     @cached_property
     def bound(self) -> set[str]:
-        """Names that the file gives a meaning to, by import, definition or assignment."""
+        """Names that the file defines, by import, definition or assignment."""
         everywhere = (one for code in _codes(self.code) for one in dis.get_instructions(code))
         declared = {one.argval for one in everywhere if one.opname == "STORE_GLOBAL"}
         return declared | _stored(self.code)
 
     @cached_property
     def unbound(self) -> dict[str, int]:
-        """Names that are used and that nothing gives a meaning to, with the line of the first use.
+        """Names that are used but not defined, with the line of the first use.
 
         Empty if the file has `from … import *`, which may define any name.
         """
@@ -121,7 +121,7 @@ class ParsedFile:
     # --- parts ------------------------------------------------------------------------------------
 
     def function(self, part: str) -> Function | None:
-        """The function or method of that name, one that is inherited within the file too."""
+        """Return the function or method of that name, also an inherited one."""
         owner, _, name = part.rpartition(".")
         if not owner:
             known = self.definitions.get(part)
@@ -156,10 +156,10 @@ class ParsedFile:
         return foreign or "setattr" in self.mentions(owner)
 
     def uses(self, part: str, parts: Collection[str] = ()) -> set[str]:
-        """Names and attributes that a function mentions: `{"_attn", "softmax", …}`.
+        """Return the names and attributes that a function mentions: `{"_attn", "softmax", …}`.
 
         Args:
-            parts: their names. What other functions mention, that it calls, counts as its own.
+            parts: names of parts. Mentions in other functions that it calls count too.
         """
         owner, dot, _ = part.rpartition(".")
         found: set[str] = set()
@@ -176,11 +176,11 @@ class ParsedFile:
         return found
 
     def mentions(self, owner: str) -> set[str]:
-        """Names that a class mentions anywhere."""
+        """Return all names that a class mentions."""
         return names(self.definitions[owner]) if owner in self.definitions else set()
 
     def attributes(self, owner: str) -> set[str]:
-        """Attributes that a class's methods set, and the names of the methods themselves."""
+        """Return the attributes that the methods of a class set, and the names of methods."""
         methods = (_functions(kind) for kind in self._family(owner))
         return {one.name for some in methods for one in some} | {n for n, *_ in self._set(owner)}
 
@@ -196,7 +196,7 @@ class ParsedFile:
         return any(getattr(call.func, "attr", "") == name for call in calls)
 
     def owner_at(self, line: int) -> tuple[str, Function | None]:
-        """The class and the function that a line stands in: `("Head", <def forward>)`."""
+        """Return the class and the function that contain a line: `("Head", <def forward>)`."""
         for name, one in self.definitions.items():
             if _holds(one, line):
                 if isinstance(one, Function):
@@ -205,7 +205,7 @@ class ParsedFile:
         return "", None
 
     def blanks(self, part: str) -> list[Blank]:
-        """The placeholders that are left in a part."""
+        """Return the placeholders that are left in a part."""
         function = self.function(part)
         if function is not None:
             return _blanks_of_function(function)
@@ -215,7 +215,7 @@ class ParsedFile:
         return []
 
     def _family(self, owner: str) -> Iterator[ast.ClassDef]:
-        """A class of the file and those classes of the file that it is built on."""
+        """Yield a class of the file and its bases in the file."""
         waiting, met = [owner], set()
         while waiting:
             name = waiting.pop(0)
@@ -226,12 +226,12 @@ class ParsedFile:
                 waiting += [base.id for base in kind.bases if isinstance(base, ast.Name)]
 
     def _given(self, part: str) -> list[tuple[int, ast.expr | None]]:
-        """Every value that a class's methods give to the attribute `Class.name`, with its line."""
+        """Return all values that methods assign to the attribute `Class.name`, with their lines."""
         owner, _, name = part.rpartition(".")
         return [(line, value) for one, line, value in self._set(owner) if one == name]
 
     def _set(self, owner: str) -> Iterator[tuple[str, int, ast.expr | None]]:
-        """Every attribute that a class's methods set, with the line and the value."""
+        """Yield all attributes that the methods of a class set, with line and value."""
         for kind in self._family(owner):
             for node in ast.walk(kind):
                 for target, value in pairs(node):
@@ -244,17 +244,17 @@ class ParsedFile:
 
 
 def nodes(kind: type[Node], *roots: ast.AST) -> Iterator[Node]:
-    """All nodes of a kind in some trees."""
+    """Yield all nodes of a type in some trees."""
     return (node for root in roots for node in ast.walk(root) if isinstance(node, kind))
 
 
 def names(*roots: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
-    """The names that some trees mention; with the context `ast.Store`, give a value."""
+    """Return the names in some trees; with the context `ast.Store`, the assigned ones."""
     return {node.id for node in nodes(ast.Name, *roots) if isinstance(node.ctx, context)}
 
 
 def unused(*roots: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines of no other effect whose result nothing takes, and what they call."""
+    """Yield the lines whose result is unused and has no other effect, and what they call."""
     for node in nodes(ast.Expr, *roots):
         name = getattr(getattr(node.value, "func", None), "attr", "")
         if name in NO_EFFECT:
@@ -270,7 +270,7 @@ def quoted(file: str | Path, line: int) -> str:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A module's code, and that of all functions and classes in it."""
+    """Yield the code of a module and of all functions and classes in it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -278,7 +278,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _stored(code: CodeType) -> set[str]:
-    """Names that a module or the body of a class gives a meaning to."""
+    """Return the names that a module or the body of a class defines."""
     return {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_NAME"}
 
 
@@ -304,7 +304,7 @@ def _blanks_of_function(function: Function) -> list[Blank]:
 
 
 def _nones(own: list[ast.AST]) -> dict[str, int]:
-    """Local variables that are given None and nothing else, but what is made of themselves."""
+    """Return local variables that are only assigned None, or values made of themselves."""
     nothing: dict[str, list[int]] = {}
     stores: Counter[str] = Counter()
     for node in own:
@@ -348,7 +348,7 @@ def _functions(kind: ast.ClassDef) -> Iterator[Function]:
 
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:
-    """All nodes of a function's body, without those of functions and classes inside it."""
+    """Yield all nodes of a function's body, without those of inner functions and classes."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop(0)
@@ -358,7 +358,7 @@ def _own_nodes(function: Function) -> Iterator[ast.AST]:
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Statements of a body and of the `if`, `try` and `with` in it."""
+    """Yield the statements of a body and of the `if`, `try` and `with` in it."""
     for one in body:
         yield one
         if isinstance(one, ast.If | ast.Try | ast.With | ast.ExceptHandler):

@@ -1,9 +1,9 @@
 """The target of a check, as one callable on x `[B, T, E]`.
 
-A `Target` holds a private copy of a layer, its sizes, and how it is called. What may go in beside
-x has the same five names everywhere, in a shown call and in the probes: `memory` `[B, S, E]`,
-`keep` `[B, S]` (True = real token), `allow` `[T, S]` (True = may attend), `start` (position of the
-first token) and `past` (what the last call returned).
+A `Target` holds a private copy of a layer, its sizes and its call. Inputs beside x have the same
+five names in shown calls and probes: `memory` `[B, S, E]`, `keep` `[B, S]` (True = real token),
+`allow` `[T, S]` (True = may attend), `start` (position of the first token) and `past` (the result
+of the last call).
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Target:
     """One attention layer, ready to be called.
 
     Attributes:
-        name: as a call, for people.
+        name: the call that builds it.
         layer: a private copy.
-        call: how x and what is named go in.
-        out_dim: width of the output.
+        call: the way to pass x and named inputs.
+        out_dim: the width of the output.
         causal, causal_from: whether later tokens must be hidden, and why: "given" by the caller,
             "seen" in its outputs, "named" so (a flag, a triangular buffer, "causal" in its class's
             name), by a "mask" that is passed, or "unknown".
-        roles: sizes by role, as given or read off the layer.
-        arguments: what its constructor was given.
+        roles: sizes by role, as given or as read from the layer.
+        arguments: the arguments of its constructor.
         rebuild: builds it again with other arguments; None for instances.
-        shown: the call is one that somebody showed.
-        observed: phrases for the contract that the verdict prints.
+        shown: True if the call was shown by the user.
+        observed: phrases of the observed contract.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Target:
     def result(self, x: Tensor, **given: Any) -> Result:
         """Return output and weights. x is copied first, so that nothing can write to it.
 
-        Where a causal mask must be passed, it is, unless `allow` is given.
+        A required causal mask is passed, unless `allow` is given.
         """
         if self.causal and self.causal_from == "mask":
             given.setdefault("allow", causal_mask(x.shape[1], x.shape[1]))
@@ -118,7 +118,7 @@ class Target:
     ) -> Tensor:
         """Return random x `[batch, tokens, embed_dim]` in the target's dtype, the same each time.
 
-        It has no more tokens than the context holds, unless `beyond`.
+        It has at most as many tokens as the context, unless `beyond`.
         """
         if self.context_length and not beyond:
             tokens = min(tokens, self.context_length)
@@ -268,7 +268,7 @@ def to_dtype(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
                 and value
                 and all(isinstance(v, nn.Module) for v in value)
             ):
-                for one in value:  # which PyTorch does not know of; another rule says so
+                for one in value:  # unknown to PyTorch; another rule reports it
                     to_dtype(one, dtype)
     return layer
 

@@ -69,7 +69,7 @@ def _dropping(ctx: Probing) -> Target | None:
     if "dropout" in ctx.target.roles and ctx.target.rebuild is not None:
         try:
             return ctx.target.rebuild(dropout=0.5)
-        except Exception:  # the constructor may refuse it
+        except Exception:  # the constructor may raise
             pass
     return ctx.target.with_dropout(0.5, training=False)
 
@@ -155,7 +155,7 @@ def _dead(ctx: Probing, name: str, parameter: Tensor, slope: Tensor | None) -> s
         return ""
     if bool((slope == 0).all()):
         return name
-    if bent(ctx.exact.layer):  # a ReLU may be closed for all tokens
+    if bent(ctx.exact.layer):  # a ReLU may be zero for all tokens
         return ""
     for axis in range(parameter.ndim):
         others = [n for n in range(parameter.ndim) if n != axis]
@@ -231,8 +231,9 @@ def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 class Elsewhere(TorchFunctionMode):
     """Raise where tensors of two devices meet, on a machine that has only one.
 
-    What the layer and its input hold is there; what a function makes without a device is here;
-    the two do not mix. PyTorch's device `meta` has the same rules, and takes seconds to start.
+    The tensors of the layer and its input are marked as there; tensors made without a device are
+    here; the two must not meet. PyTorch's device `meta` has the same rules but takes seconds to
+    start.
 
     >>> with Elsewhere([x := torch.ones(2)]):
     ...     x + torch.ones(2)
@@ -291,7 +292,7 @@ def move(ctx: Probing) -> Finding | None:
         if plain:
             return violation("move", "stays", name=plain[0])
         return violation("move", "fails", error=describe(error))
-    except Exception:  # other probes say what fails
+    except Exception:  # other probes report it
         return None
     return passed("move")
 

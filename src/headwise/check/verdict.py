@@ -1,7 +1,7 @@
 """Findings of a check: one line for each rule, in plain words, and their output.
 
-`Verdict.findings` are errors (❌) and advice (⚠), the likeliest cause first; `results` holds a
-finding for every rule that was tried, also those that passed, were skipped, or failed only because
+`Verdict.findings` are errors (❌) and advice (⚠), the most likely cause first; `results` holds a
+finding for every rule that was tried, including rules that passed, were skipped, or failed because
 of a mistake that is named above them.
 """
 
@@ -29,9 +29,8 @@ Nested = list[Any]
 class Example:
     """The smallest input on which it goes wrong.
 
-    `source` is what to type to get the input; `expected` and `actual` are the two outputs
-    `[T, features]` of the first sequence, and `where` names the token and feature that differ
-    first.
+    `source` is the code that creates the input; `expected` and `actual` are the outputs `[T,
+    features]` of the first sequence, and `where` names the first token and feature that differ.
     """
 
     source: str
@@ -83,11 +82,11 @@ class Finding:
     Args:
         rule: its id in `headwise.check.RULES`.
         severity: "error" (wrong), "warning" (legal but unwise), "passed" or "skipped".
-        message: one plain sentence: what was seen.
-        hint: what to change; empty where nothing is to be done.
-        example: the smallest input on which it goes wrong.
-        explained_by: the rule of the named mistake that this result follows from, so that it is no
-            finding of its own.
+        message: the observation, in one plain sentence.
+        hint: the change to make, or "".
+        example: the smallest input that fails.
+        explained_by: the rule of the mistake that causes this result, which is then no finding of
+            its own.
     """
 
     rule: str
@@ -116,10 +115,9 @@ class Verdict:
     """The findings of `headwise.check` on one attention layer.
 
     Args:
-        subject: what was checked, as a call.
-        results: a finding for every rule that was tried, in the order in which to read them.
-        notes: the observed contract, in phrases: what the layer does, to compare with what it
-            should do.
+        subject: the checked layer, as a call.
+        results: a finding for every rule that was tried, in reading order.
+        notes: the observed contract, in phrases, to compare with the intended one.
     """
 
     subject: str

@@ -36,20 +36,20 @@ OTHER_INGREDIENTS = re.compile(
     r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|local|cosine|zero_attn|"
     r"(^|_)bias_[kv](_|$)|(group|batch|instance)norm|relu|gelu|silu|tanh|sigmoid|conv|topk|cumsum"
 )
-"""Names of what makes an attention more than projections and a softmax."""
+"""Names of ingredients beyond projections and a softmax."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip|\w+_(spare|orig|res|copy))\b")
-"""Names that people give an input which is to be added to the output."""
+"""Names of an input that is meant to be added to the output."""
 TILED = re.compile(r"#[^\n]*(\btiled?\b|\bh(ead)? ?% ?\w|% ?n_?kv)")
-"""Comments that speak of key/value heads that are tiled on purpose."""
+"""Comments on key/value heads that are tiled on purpose."""
 UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
-"""Names of designs that leave the scale to the initial weights (GPT-Neo, T5)."""
+"""Names of designs whose scale is in the initial weights (GPT-Neo, T5)."""
 
 
 def run(target: Target, twice: bool = True) -> list[Finding]:
-    """Return named mistakes, or that the output is what the definition gives.
+    """Return the named mistakes, or a passed finding if the output equals the definition.
 
     Args:
-        twice: whether two mistakes at once are looked for, which takes longer.
+        twice: also try pairs of mistakes, which takes longer.
     """
     shared = _shared_heads(target.layer)
     try:
@@ -61,7 +61,7 @@ def run(target: Target, twice: bool = True) -> list[Finding]:
 
 
 def _shared_heads(layer: nn.Module) -> list[Finding]:
-    """Find heads that are one and the same module."""
+    """Find heads that are the same module."""
     for path, child in layer.named_modules():
         single = isinstance(child, nn.ModuleList) and len({*map(id, child)}) < len(child)
         if single and any(True for _ in child.parameters()):
@@ -86,13 +86,13 @@ def _compared(case: Case, target: Target, twice: bool) -> list[Finding]:
     base, faults = mistaken
     odd = len(faults) > 1 or any(one.parts not in "qkv" for one in case.reading.sources)
     if odd and {one.rule for one in faults} == {"packing"}:
-        faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
+        faults = [replace(one, severity="warning") for one in faults]  # an order of its own
     if {"softmax", "mask-fill"} <= {
         one.rule for one in faults
-    }:  # along another axis it hides others
+    }:  # along the wrong axis it hides other keys
         faults = [one for one in faults if one.rule != "mask-fill"]
     changes = {str(value) for one in faults for value in one.change.values()}
-    if changes & {"1e9", "inf"}:  # what is hidden gets all the weight: it looks inverted as well
+    if changes & {"1e9", "inf"}:  # hidden keys get all the weight, so it looks inverted too
         faults = [one for one in faults if one.rule != "causal-mask"]
     faults.sort(key=lambda one: one.rule not in ("causal-mask", "mask-fill"))
     return [_finding(case, target, base, one) for one in faults]
@@ -122,12 +122,12 @@ def _passed(reading: Projections, base: Variant) -> Finding:
 
 
 def _other_weights(case: Case, base: Variant) -> list[Finding]:
-    """Find weights that come back and are not those that make the output."""
+    """Find returned weights that differ from those that were used."""
     x = case.inputs[-1]
     try:
         given = case.target.result(x, **_weights_option(case.target)).weights
         used = weights_of(case.reading, x, base)
-    except Exception:  # the probes say what and where
+    except Exception:  # the probes report it
         return []
     if (
         given is None
@@ -147,7 +147,7 @@ def _other_weights(case: Case, base: Variant) -> list[Finding]:
 def _with_other_heads(
     case: Case, bases: list[Variant]
 ) -> tuple[Case, list[Variant], Variant | None]:
-    """Try other numbers of heads, where nobody said it: those among the layer's own numbers."""
+    """Try the numbers of the layer as numbers of heads, if the user gave none."""
     width = case.reading.head_dim * case.reading.num_heads
     numbers = {int(n) for n in numbers_in(case.target.layer, "") if n > 1}
     for heads in sorted(numbers - {case.reading.num_heads}):
@@ -195,15 +195,15 @@ def _finding(
 
 
 def _example(case: Case, target: Target, base: Variant, large: bool = False) -> Example | None:
-    """Return three tokens: what it gives, and what the textbook gives from the same weights; with
-    the layer's own weights where the mistake shows with them, else with random ones."""
+    """Return an example of three tokens: with the layer's own weights if the mistake shows with
+    them, else with random ones."""
     shows = FITS_LARGE if large else 10 * FITS
     for own, times in product((True, False), (10.0, 100.0, 1e3, 1e4) if large else (1.0,)):
         trial = target.double() if own else case.target
         x = times * trial.input(tokens=3, batch=1)
         try:
             actual, expected = trial(x), rebuild(projections_of(trial), x, base)
-        except Exception:  # a projection too narrow for all heads: there is no right output
+        except Exception:  # a projection too narrow for all heads: no right output exists
             continue
         if expected.shape != actual.shape or error(actual, expected) < shows:
             continue
@@ -217,7 +217,7 @@ def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
         if reasons == ["exp()"] and "max" in class_sources(target.layer) and _is_uneven(case):
             return violation("equal-tokens", "values")
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
-    if target.shown:  # which may bring along what is no mistake of the layer
+    if target.shown:  # the call itself may differ from the definition
         return _unread("the definition does not give its output in the call that is shown")
     if "x" in case.reading.norms:
         return _unread("the position of its norm is unknown")
@@ -228,8 +228,8 @@ def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
 
 
 def _is_uneven(case: Case) -> bool:
-    """Return True if outputs differ where all values are equal, and queries and keys are not: the
-    first half of the features makes the values, and only the others differ."""
+    """Return True if outputs differ although all values are equal: the first half of the features
+    makes the values, and only the others differ."""
     target, half = case.target.fresh(), case.target.embed_dim // 2
     values = next((source.name for source in case.reading.sources if source.parts == "v"), "")
     linear = dict(target.layer.named_modules()).get(values)
@@ -243,7 +243,7 @@ def _is_uneven(case: Case) -> bool:
 
 
 def _reasons(case: Case, target: Target) -> list[str]:
-    """Return what a layer has that may make its output another one than the definition's."""
+    """Return the ingredients that may make the output differ from the definition."""
     parts = {
         path: child
         for path, child in target.layer.named_modules()

@@ -1,4 +1,4 @@
-"""List the mistakes that can be made with somebody's projections: the rows of `faults.toml`."""
+"""List the possible mistakes in a layer with given projections: the rows of `faults.toml`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .variants import Variant
 GROUPS: list[dict[str, Any]] = tomllib.loads(
     (files("headwise.check.definition") / "faults.toml").read_text("utf-8")
 )["group"]
-Row = Sequence[Any]  # the value of the group's field, then words for its message and hint
+Row = Sequence[Any]  # the value of the group's field, then words for message and hint
 FAR_ENOUGH = 1e4
-"""A fill as low as minus this is unwise and no mistake: published models have it."""
+"""A fill below minus this is unwise but no mistake: published models have it."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One known mistake: what it changes in a variant, and what to say of it."""
+    """One known mistake: its change of a variant, and the words for it."""
 
     rule: str
     change: dict[str, Any]
@@ -32,22 +32,22 @@ class Fault:
     severity: Severity = "error"
 
     def on(self, variant: Variant) -> Variant:
-        """Return the variant with this mistake in it."""
+        """Return the variant with this mistake."""
         changed = variant.but(**self.change)
         if "fill" in self.change and changed.mask == "none":
             changed = changed.but(mask="causal")
         return changed
 
     def adds_to(self, other: Fault) -> bool:
-        """Return whether both can be made at once."""
+        """Return True if both mistakes can occur together."""
         return not set(self.change) & set(other.change)
 
 
 def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[Fault]:
-    """Give all mistakes that can be made with these projections, the likeliest first.
+    """Yield all possible mistakes with these projections, the most likely first.
 
     Args:
-        sure: whether it is known that the base's mask, or none, is the right one.
+        sure: True if the mask of the base is known to be right.
     """
     heads, groups, separate = reading.num_heads, reading.num_kv_heads, len(reading.sources) > 1
     can_be = {
@@ -77,8 +77,8 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
 
 
 def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
-    """Give the mistake of hidden scores that are set to minus this number after the scaling: what
-    was filled in, then or before it, is the rounder of two numbers.
+    """Return the mistake of a finite fill after the scaling. The fill in the code, after or before
+    the scaling, is taken to be the rounder number.
     """
     group = next(group for group in GROUPS if group.get("each") == "finite fills")
     off = {number: abs(float(f"{number:.2g}") / number - 1) for number in (fill, fill / scale)}
@@ -90,7 +90,7 @@ def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
 
 
 def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:
-    """Give what the names in braces stand for."""
+    """Return the values of the names in braces."""
     return {
         **{part: reading.name(part) for part in "qkvo"},
         "E": reading.embed_dim,
@@ -170,7 +170,7 @@ def _packings(reading: Projections) -> Iterator[Row]:
 
 
 def _of(chosen: Iterable[Matrix], joined: str) -> Iterator[Row]:
-    """Rows of some matrices: each alone, all of them, and all but the output projection."""
+    """Yield the rows of some matrices: each, all, and all but the output projection."""
     chosen = list(chosen)
     inner = [one for one in chosen if one.parts != "o"]
     several = [some for some in ([chosen] if inner == chosen else [chosen, inner]) if len(some) > 1]

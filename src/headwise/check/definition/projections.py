@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..names import parts_of
 
 HEAD_BY_HEAD = {"query_key_value", "wqkv"}
-"""Names under which published weights are packed head by head (layouts `neox`, `internlm2`)."""
+"""Names of projections that are packed head by head (layouts `neox`, `internlm2`)."""
 IN_TURNS = {"to_q", "to_k", "to_v", "to_out"}
-"""Names whose library deals its query heads to the key/value heads in turn (`x_transformers`)."""
+"""Names of a library whose query heads take key/value heads in turn (`x_transformers`)."""
 LONG = {"q": "queries", "k": "keys", "v": "values"}
 
 
@@ -28,14 +28,14 @@ class Matrix:
     """One stored projection.
 
     Attributes:
-        name: as its owner would write it, `W_query` or `heads.*.W_query`.
-        parts: what it holds, in this order: letters of q, k, v; or `o`; or nothing said.
+        name: its name in the code, `W_query` or `heads.*.W_query`.
+        parts: letters of q, k, v in order; `o`; or "" if the name is not clear.
         weight: `[inputs, features]`.
         bias: `[features]`, or None.
-        sure: whether its kind says which axis is which; a raw square parameter does not.
-        heads: of how many tensors it was put together, where every head has its own; else 0.
-        named: whether its name says what it holds.
-        keys: identities of the parameters that are in it.
+        sure: True if its type determines the axes; a raw square parameter does not.
+        heads: the number of tensors it was joined from, if heads have their own; else 0.
+        named: True if its name determines its parts.
+        keys: identities of its parameters.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Projections:
     Attributes:
         sources: the matrices of q, k and v, packed or not.
         out: the output projection, or None.
-        norms: modules that normalise, by the part they belong to: `q`, `k`, or `x` for the rest.
+        norms: norms by their part: `q`, `k`, or `x` for the others.
         extras: names of all other parameters.
     """
 
@@ -95,14 +95,14 @@ class Projections:
 
     @property
     def style(self) -> str:
-        """`per head`, `fused` or `split`."""
+        """The style of the projections: `per head`, `fused` or `split`."""
         if any(source.heads for source in self.sources):
             return "per head"
         return "fused" if any(len(source.parts) > 1 for source in self.sources) else "split"
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """The sources, and the output projection where there is one."""
+        """The sources, and the output projection if there is one."""
         return self.sources if self.out is None else (*self.sources, self.out)
 
     def name(self, part: str) -> str:
@@ -113,7 +113,7 @@ class Projections:
 
 
 class Unreadable(Exception):
-    """The projections cannot be read; the message says why."""
+    """The projections cannot be read, for the reason in the message."""
 
 
 def read(
@@ -127,13 +127,13 @@ def read(
 
     Args:
         module: anything with parameters.
-        embed_dim: width of its input.
-        num_heads: query heads; may be left out where every head has tensors of its own.
-        num_kv_heads: key/value heads; by default what the shapes say.
-        idle: names of parameters that are not used, and so not read.
+        embed_dim: the width of its input.
+        num_heads: query heads; optional if heads have their own tensors.
+        num_kv_heads: key/value heads; by default from the shapes.
+        idle: names of unused parameters, which are not read.
 
     Raises:
-        Unreadable: there is no reading, with the reason.
+        Unreadable: the projections cannot be read.
 
     >>> reading = read(nn.MultiheadAttention(24, 3), embed_dim=24, num_heads=3)
     >>> reading.style, reading.name("q"), reading.name("o"), reading.head_dim
@@ -177,12 +177,12 @@ def _stores(module: nn.Module, embed_dim: int) -> Iterator[Matrix]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A LayerNorm, an RMSNorm, or what is called like one."""
+    """Return True for norms, by the name of the class."""
     return "norm" in type(module).__name__.lower()
 
 
 def _linear(owner: nn.Module) -> Tensor | None:
-    """The weight of a module that computes `x @ weight + bias`, turned where it has to be."""
+    """Return the weight of a module that computes `x @ weight + bias`, transposed if necessary."""
     weight = dict(owner.named_parameters(recurse=False))["weight"].detach()
     if isinstance(owner, nn.Linear):
         return weight.T
@@ -199,20 +199,20 @@ def _linear(owner: nn.Module) -> Tensor | None:
             wanted = x @ turned if bias is None else x @ turned + bias
             if torch.allclose(owner(x), wanted, rtol=1e-4, atol=1e-5):
                 return turned
-        except Exception:  # what somebody wrote may raise anything
+        except Exception:  # user code may raise anything
             continue
     return None
 
 
 def _raw(name: str, tensor: Tensor, embed_dim: int) -> Iterator[Matrix]:
-    """A bare parameter: a matrix, one with an axis for the heads, or a bias."""
+    """Yield a bare parameter as a matrix, one with an axis for the heads, or a bias."""
     parts, keys, tensor = _parts_named(name), (id(tensor),), tensor.detach()
     last = name.split(".")[-1].lower()
     if tensor.ndim == 1 or re.search(r"bias|^b_|_b$|^b[qkvo]", last):
         if parts and tensor.ndim <= 2:
             yield Matrix(name, parts, tensor.flatten(), keys=keys)
     elif tensor.ndim == 2:
-        sure = last.endswith("proj_weight")  # as PyTorch's functions want them: [features, inputs]
+        sure = last.endswith("proj_weight")  # [features, inputs], as in PyTorch's functions
         rows, columns = tensor.shape
         alone = (rows == embed_dim) != (columns == embed_dim)
         if sure or (parts != "o" and alone and columns == embed_dim):
@@ -235,7 +235,7 @@ def _parts_named(path: str) -> str:
 
 
 def _heads_together(matrices: list[Matrix]) -> list[Matrix]:
-    """Matrices that differ in one number only, `heads.0.query`, `heads.1.query`, as one."""
+    """Join matrices that differ only in one number, such as `heads.0.query` and `heads.1.query`."""
     groups: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         stem = matrix.name
@@ -299,14 +299,14 @@ def _assigned(
 
 
 def _packed(readers: Sequence[Matrix]) -> Matrix | None:
-    """The matrix that is three times as wide as another, or the only one and wide enough."""
+    """Return the matrix that is three times as wide as another, or the only one if wide enough."""
     widest = max(one.weight.shape[1] for one in readers)
     fits = (one for one in readers if one.weight.shape[1] == widest)
     return next(fits, None) if len(readers) <= 2 and widest % 3 == 0 else None
 
 
 def _with_bias(matrix: Matrix, biases: Sequence[Matrix]) -> Matrix:
-    """A bare matrix with the bare bias that belongs to it, if there is one."""
+    """Return a bare matrix with its bare bias, if there is one."""
     for bias in biases if matrix.bias is None else ():
         fits = set(bias.parts) == set(matrix.parts)
         if fits and len(bias.weight) == matrix.weight.shape[1]:
@@ -315,7 +315,7 @@ def _with_bias(matrix: Matrix, biases: Sequence[Matrix]) -> Matrix:
 
 
 def _norms(module: nn.Module) -> dict[str, nn.Module]:
-    """Norms by the part they belong to, the first of each."""
+    """Return the first norm of each part."""
     norms: dict[str, nn.Module] = {}
     for path, owner in module.named_modules():
         if path and is_norm(owner):
@@ -331,7 +331,7 @@ def _sizes(
     num_heads: int | None,
     num_kv_heads: int | None,
 ) -> tuple[int, int, int, int]:
-    """Query heads, key/value heads, and their widths."""
+    """Return the numbers of query and key/value heads, and their widths."""
     for one in sources:
         if one.weight.shape[0] != embed_dim:
             raise Unreadable(f"{one.name} takes {one.weight.shape[0]} features, not {embed_dim}")

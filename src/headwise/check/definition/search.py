@@ -1,8 +1,7 @@
-"""The search for the variant that gives a target's output: the textbook's, else a mistaken one.
+"""Search for the variant with the output of a target: the textbook's, else one with mistakes.
 
-A target gets random weights, is read, and is called on a few inputs. What variants make of the same
-weights is compared with that; the first mistakes, one or two, that give exactly its output are
-named.
+The target gets random weights and runs on a few inputs. Its outputs are compared with those of
+variants with the same weights; the first one or two mistakes that give exactly the same are named.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from .variants import (
 )
 
 FITS = 1e-4
-"""Largest share of the output by which a rebuilt one may differ: rounding in float32 inside a
-module stays far below, and every mistake moves some number by more than this."""
+"""The largest relative difference of equal outputs: more than rounding in float32, less than the
+effect of any mistake."""
 FITS_LARGE = 0.05
-"""The same where scores are so large that float32 leaves them four digits."""
+"""The same for scores so large that float32 keeps four digits."""
 SPREADS = (30.0, 75.0, 150.0, 300.0, 750.0, 1.5e3, 3e3, 7.5e3, 1.5e4, 3e4)
-"""How far scores are spread in the tests with large ones: up to beyond −10000."""
+"""The spreads of large scores in tests: beyond −10000."""
 BASES = 16
-"""How many textbook variants mistakes are tried on."""
+"""The largest number of textbook variants on which mistakes are tried."""
 SCALES = [10 ** (n / 5) for n in range(-15, 11)]
 NUMBERS = [10 ** (n / 4) for n in range(-4, 25)]
-"""What is tried first for a scale, and for how far below 0 hidden scores are."""
+"""The first trials of a scale and of a negative fill."""
 SECONDS = 1.0
-"""How long pairs of mistakes are tried."""
+"""The time for trying pairs of mistakes."""
 FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward|feedforward|ff_?net|fc_?net|ffwd)_?\d*")
-"""Names of the part of a block that works on each token by itself."""
+"""Names of the part of a block that works on single tokens."""
 SCALING = re.compile(r"scal|multiplier|alpha|temperature|factor")
-"""Names of numbers that somebody may mean scores to be multiplied by."""
+"""Names of possible factors of the scores."""
 
 
 @dataclass
 class Case:
-    """A target with random weights, its reading, and what it gives for a few inputs; what was
-    made of these is remembered."""
+    """A target with random weights, its projections, inputs and outputs; intermediate results of
+    variants are cached."""
 
     target: Target
     reading: Projections
@@ -76,7 +75,7 @@ class Case:
         return self.fits_one_token(variant) and all(self.gap(variant, i) <= FITS for i in several)
 
     def fits_one_token(self, variant: Variant) -> bool:
-        """Return the same for one token; many variants are alike there."""
+        """Return the same for one token, for which many variants are alike."""
         if not bool(allowed_of(variant.mask, 1, 1)):
             return True  # it sees nothing, so that nothing can be compared
         single = _for_one_token(variant)
@@ -85,7 +84,7 @@ class Case:
         return self.seen[single]
 
     def pairs(self, base: Variant, rows: Sequence[Fault]) -> Iterator[tuple[Fault, Fault]]:
-        """Yield two mistakes at a time, without those that one token rules out."""
+        """Yield pairs of mistakes, without those excluded by one token."""
         alone = _for_one_token(base)
         variants = [row.on(base) for row in rows]
         fits = [self.fits_one_token(one) for one in variants]
@@ -99,7 +98,7 @@ class Case:
                 yield rows[i], rows[j]
 
     def gap(self, variant: Variant, place: int) -> float:
-        """Return how far a variant's output for one of the inputs is from the target's."""
+        """Return the difference of a variant's output for one input from that of the target."""
         x, key = self.inputs[place], (place, *MADE_OF(variant))
         whole = (*key, *WEIGHED_BY(variant))
         try:
@@ -109,7 +108,7 @@ class Case:
             if whole not in self.weights:
                 self.weights[whole] = weights_from(q, k, variant, sizes_of(self.reading, x))
             wanted = rebuild(self.reading, x, variant, heads, self.weights[whole])
-        except Exception:  # somebody's norm may be no norm
+        except Exception:  # a user's norm may not be one
             return math.inf
         return error(self.outputs[place], wanted, _seen(variant, x))
 
@@ -118,7 +117,7 @@ def case_of(target: Target) -> Case:
     """Give a target random weights, read them, and call it on a few inputs.
 
     Raises:
-        Unreadable: there is no reading, or a call fails.
+        Unreadable: the projections cannot be read, or a call fails.
     """
     trial = target.randomised().double()
     _silence_feed_forward(trial.layer)
@@ -129,13 +128,13 @@ def case_of(target: Target) -> Case:
     try:
         with torch.no_grad():
             outputs = tuple(trial(x) for x in inputs)
-    except Exception as fault:  # the probes say what and where
+    except Exception as fault:  # the probes report it
         raise Unreadable(f"a call fails ({type(fault).__name__})") from fault
     return Case(trial, reading, inputs, outputs)
 
 
 def _silence_feed_forward(layer: nn.Module) -> None:
-    """Set the weights of a block's feed-forward part to 0, so that it adds nothing."""
+    """Zero the weights of the feed-forward part of a block, so that it adds nothing."""
     for name, child in layer.named_children():
         linear = sum(isinstance(one, nn.Linear) for one in child.modules())
         if linear > 1 and FEED_FORWARD.fullmatch(name.lower()):
@@ -151,14 +150,14 @@ def projections_of(target: Target) -> Projections:
 
 
 def _idle(target: Target) -> set[str]:
-    """Return the parameters that the call does not touch."""
+    """Return the parameters without effect on the call."""
     layer = target.layer
     named = dict(layer.named_parameters())
     try:
         with torch.enable_grad():
             out = target(target.input(5))
             ends = torch.autograd.grad(out.sum(), [*named.values()], allow_unused=True)
-    except Exception:  # gradients are another probe's
+    except Exception:  # reported by another probe
         return set()
     unused = {name for name, slope in zip(named, ends, strict=True) if slope is None}
     kept = {name.rpartition(".")[0] for name in named if name not in unused}
@@ -172,7 +171,7 @@ def _batch(reading: Projections) -> int:
 
 
 def _lengths(target: Target, reading: Projections) -> tuple[int, ...]:
-    """Return one token, and two numbers of tokens that are no other axis's size."""
+    """Return one token, and two lengths that are no other axis's size."""
     others = {reading.num_heads, reading.num_kv_heads, reading.head_dim, reading.value_dim}
     others |= {target.embed_dim, _batch(reading), reading.num_heads * reading.head_dim}
     longest = target.context_length or 64
@@ -181,12 +180,12 @@ def _lengths(target: Target, reading: Projections) -> tuple[int, ...]:
 
 
 def _seen(variant: Variant, x: Tensor) -> Tensor:
-    """Return the tokens that the mask leaves something to see."""
+    """Return True for tokens with a visible key."""
     return allowed_of(variant.mask, x.shape[1], x.shape[1]).any(-1)
 
 
 def gap(reading: Projections, x: Tensor, out: Tensor, variant: Variant) -> float:
-    """Return how far a variant's output is from this one, as a share of the largest number."""
+    """Return the relative difference of a variant's output from this one."""
     try:
         return error(out, rebuild(reading, x, variant), _seen(variant, x))
     except (RuntimeError, ValueError, IndexError):
@@ -194,13 +193,13 @@ def gap(reading: Projections, x: Tensor, out: Tensor, variant: Variant) -> float
 
 
 def _is_open(variant: Variant) -> bool:
-    """Return True if other mistakes may make a difference for one token beside this one."""
+    """Return True if another mistake may have an effect on one token beside this one."""
     mixes = variant.over == "heads" or variant.softmax in _UNSURE
     return mixes or not bool(allowed_of(variant.mask, 1, 1))
 
 
 def _for_one_token(variant: Variant) -> Variant:
-    """Return the variant without what makes no difference where a token sees only itself."""
+    """Return the variant without changes that have no effect on a single token."""
     if variant.over == "heads" or variant.softmax in _UNSURE:
         return variant
     split = variant.split if isinstance(variant.split, str) else variant.split[2]
@@ -227,14 +226,14 @@ def _for_values(parts: str) -> str:
 
 
 _UNSURE = {*SOFTMAXES} - {"keys", "queries", "both", "twice"}
-"""What stands for a softmax and gives a single token another weight than 1."""
+"""Replacements of the softmax that give a single token a weight other than 1."""
 
 
 # --- the textbook's variants ----------------------------------------------------------------------
 
 
 def textbook(target: Target, reading: Projections) -> Iterator[Variant]:
-    """Yield the textbook's variants: several where names do not say which weights are which."""
+    """Yield the textbook's variants: several if names do not identify the weights."""
     masks = ["causal", "none"] if target.causal else ["none", "causal"]
     if target.causal_from not in ("seen", "unknown"):
         masks = masks[:1]
@@ -282,7 +281,7 @@ def textbook(target: Target, reading: Projections) -> Iterator[Variant]:
 
 
 def _slopes(target: Target, reading: Projections) -> list[tuple[float, ...]]:
-    """Return ALiBi's slopes, where the layer keeps some or speaks of them."""
+    """Return the slopes of ALiBi, if the layer has some or mentions ALiBi."""
     heads = reading.num_heads
     for child in target.layer.modules():
         for name, value in {**vars(child), **child._buffers}.items():
@@ -293,7 +292,7 @@ def _slopes(target: Target, reading: Projections) -> list[tuple[float, ...]]:
 
 
 def _surroundings(reading: Projections) -> tuple[str, ...]:
-    """Return the ways in which a norm of the whole width may stand around the attention."""
+    """Return the possible places of a norm of the whole width."""
     around = ("", "x, then norm", "norm", "inside", "before", "before queries", "before keys")
     return (*around, "before and x", "before queries and x") if "x" in reading.norms else ("",)
 
@@ -309,8 +308,8 @@ def named(case: Case, bases: Sequence[Variant], sure: bool, twice: bool = True) 
     """Find the base and the mistakes, one or two, that give the target's output.
 
     Args:
-        sure: whether it is known that it must be causal, or must not be.
-        twice: whether two are looked for, which takes longer.
+        sure: True if causality is known.
+        twice: also try pairs of mistakes, which takes longer.
     """
     bases = sorted(bases[:BASES], key=lambda base: not case.fits_one_token(base))
     known = {base: list(faults(case.reading, base, sure)) for base in bases}
@@ -340,7 +339,7 @@ def double(known: Known, fits: Callable[[Variant], bool], pairs: Pairs) -> Expla
 
 
 def _solved(case: Case, bases: Sequence[Variant]) -> Explained | None:
-    """Find a scale, or a number that fills hidden scores, that is none of the known ones."""
+    """Find an unknown scale or fill of hidden scores by search."""
     for base in bases:
         if not case.fits_one_token(base):
             continue
@@ -356,7 +355,7 @@ def _solved(case: Case, bases: Sequence[Variant]) -> Explained | None:
 
 
 def _nearest(gap: Callable[[float], float], numbers: Iterable[float]) -> float:
-    """Return the number for which a gap is smallest, trying ever more of them around the best."""
+    """Return the number with the smallest gap, refining the search around the best."""
     tried, best = sorted(numbers), 0.0
     for _ in range(9):
         far = [gap(number) for number in tried]
@@ -386,7 +385,7 @@ def _other_scale(case: Case, scale: float) -> Fault:
 
 
 def stated(case: Case, scale: float) -> float | None:
-    """Return this scale as an attribute of the layer states it, itself or as a divisor."""
+    """Return this scale as stated in an attribute of the layer, as factor or divisor."""
     numbers = list(numbers_in(case.target.layer, SCALING.pattern))
     numbers += [1 / number for number in numbers if number]
     return next((number for number in numbers if math.isclose(scale, number, rel_tol=1e-3)), None)
@@ -404,7 +403,7 @@ def leaking(case: Case, base: Variant) -> Fault | None:
         try:
             with torch.no_grad():
                 out = case.target(times * x)
-        except Exception:  # another finding
+        except Exception:  # reported elsewhere
             return None
         near = FITS_LARGE if wanted > 5e3 else 0.1 * FITS_LARGE
         if not torch.isfinite(out).all():

@@ -1,8 +1,7 @@
-"""Attention rebuilt from its definition and somebody's weights, with mistakes to switch on.
+"""Attention rebuilt from its definition and given weights, with optional mistakes.
 
-A `Variant` with nothing switched is what the textbook computes with these weights, and goes
-through `headwise.core.reference`. Every field is one decision that people get wrong, and every
-other value one way of getting it wrong; their words are in `faults.toml`.
+A default `Variant` is the textbook's attention and uses `headwise.core.reference`. Every field is a
+decision that can go wrong, and every other value one way of that; the words are in `faults.toml`.
 """
 
 from __future__ import annotations
@@ -30,38 +29,37 @@ class Variant:
     """One way of computing multi-head attention. The defaults are the textbook's.
 
     Attributes:
-        order: in which order a packed matrix holds q, k and v; empty: as its name says.
-        packing: `p n d` one after the other, `n p d` head by head, `n d p` number by number,
-            `d p n` with the heads innermost; empty: as its name says.
-        turned: projections (letters of q, k, v, o) whose square matrix is used the other way
-            round.
+        order: the order of q, k and v in a packed matrix; empty: as its name indicates.
+        packing: `p n d` one after the other, `n p d` head by head, `n d p` number by number, `d p
+            n` with the heads innermost; empty: as its name indicates.
+        turned: projections (letters of q, k, v, o) whose square matrix is used transposed.
         unbiased: projections whose bias is left out.
-        roles: whose features serve as queries, keys and values: `kqv` has q and k swapped, in `qkx`
-            the input itself is the values.
-        split: how q, k and v become heads: `heads`, `view` (no transpose after the view),
+        roles: the features used as queries, keys and values: `kqv` has q and k swapped, in `qkx`
+            the values are the input itself.
+        split: the split of q, k and v into heads: `heads`, `view` (no transpose after the view),
             `strided` (the heads are the inner axis), `whole` (one head); or three of these, one for
             each.
         over: attention among `tokens`, or among the `heads` of one token.
         turned_keys: `transposed`, or `reshaped` into the shape of the transposed keys.
         share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), `tile keys`
             or `tile values` alone, or all read the `first`, the `first keys` or the `first values`.
-        scale: a name that `scale_of` reads, or a number.
+        scale: a name for `scale_of`, or a number.
         softcap: `c` makes scores `c · tanh(score / c)`.
         mask: a name in `MASKS`, or `window 4` for the last four keys.
-        fill: what hidden scores are set to: `-inf` or another number; `after`: hidden weights are
-            set to 0 after the softmax; `added 1`: such a number is added to what may be seen.
+        fill: the value of hidden scores: `-inf` or another number; `after`: hidden weights become 0
+            after the softmax; `added 1`: this number is added to visible scores.
         softmax: a name in `SOFTMAXES`.
         values: `weights @ v`, or with the weights `turned`.
         merge: a name in `MERGES`.
         out: output projection `once`, `left out` or `twice`.
-        residual: what is added at the end: nothing, `x`, or through a norm as in a whole block;
-            `inside`: a norm stands between the heads and the output projection.
-        rope: rotary positions of q and k: `RoPE`'s dim, base and interleaved; or None.
+        residual: an addition at the end: nothing, `x`, or through a norm as in a whole block;
+            `inside`: a norm between the heads and the output projection.
+        rope: rotary positions of q and k: dim, base and interleaved of `RoPE`; or None.
         rotated: which of q, k and v are rotated.
         normed: norms of q and k `before` or `after` the rotation.
-        turning: how they are rotated: `rope`; keys `backwards`; along the `heads`; or angles of
-            neighboring pairs and features turned in `halves`, or the other way round, in `pairs`.
-        slopes: ALiBi's, one a head: slope times distance is subtracted from the scores; or none.
+        turning: the rotation: `rope`; keys `backwards`; along the `heads`; or angles of neighboring
+            pairs and features turned in `halves`, or the reverse, in `pairs`.
+        slopes: the ALiBi slope of each head: slope times distance is subtracted from the scores.
     """
 
     order: str = ""
@@ -89,8 +87,7 @@ class Variant:
     slopes: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Variant:
-        """The same with other values: `replace`, in a tenth of its time, as a search makes a
-        hundred thousand."""
+        """Return a copy with other values, ten times faster than `replace`: searches make many."""
         other = object.__new__(Variant)
         other.__dict__.update(self.__dict__, **changes)
         return other
@@ -108,7 +105,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "from the end": lambda i, j, t: i + j < t,
     "from the end, inverted": lambda i, j, t: i + j >= t - 1,
 }
-"""Whether query i sees key j of t tokens."""
+"""True if query i may attend to key j of t tokens."""
 
 SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "keys": lambda s: s.softmax(-1),
@@ -126,8 +123,8 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "log": lambda s: s.log_softmax(-1),
 }
-"""The weights of scores: a softmax along an axis (where nothing but −inf lies along it, the result
-is NaN), twice over the keys, or something else instead of it."""
+"""Weights from scores: a softmax along an axis (NaN where all are −inf), twice over the keys, or
+a replacement of it."""
 
 MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "heads": lambda heads: heads.transpose(1, 2).flatten(2),
@@ -139,8 +136,8 @@ MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "last": lambda heads: heads[:, -1],
     "sum for each": lambda heads: MERGES["heads"](heads.sum(1, keepdim=True).expand_as(heads)),
 }
-"""`[B, H, T, Dv]` to `[B, T, …]`: side by side, in three orders; or one for all; or their sum in
-each one's place."""
+"""Merge `[B, H, T, Dv]` to `[B, T, …]`: side by side, in three orders; one for all; or the sum for
+each."""
 
 SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "heads": lambda x, heads: x.unflatten(-1, (heads, -1)).transpose(1, 2),
@@ -148,7 +145,7 @@ SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "strided": lambda x, heads: x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
     "whole": lambda x, heads: x[:, None],
 }
-"""`[B, T, heads · width]` to `[B, heads, T, width]`."""
+"""Split `[B, T, heads · width]` into `[B, heads, T, width]`."""
 
 Parts = dict[str, Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -158,14 +155,14 @@ MADE_OF = attrgetter(
 )
 """The fields of a variant that its heads depend on."""
 WEIGHED_BY = attrgetter(*"over turned_keys share scale softcap mask fill softmax slopes".split())
-"""Those that its weights depend on beside."""
+"""The fields on which its weights depend too."""
 ATTENDED = attrgetter(*"over turned_keys share scale fill softmax values slopes".split())
-"""Those that say what becomes of the heads, but for masks and caps, which the textbook has, too."""
+"""The fields that determine the result of the heads, without mask and cap."""
 TEXTBOOK = Variant()
 
 
 def sizes_of(reading: Projections, x: Tensor) -> dict[str, int]:
-    """The sizes that a scale may be made of, by their letters."""
+    """Return the sizes in scales, by their letters."""
     sizes = {"H": reading.num_heads, "D": reading.head_dim, "Dv": reading.value_dim}
     return sizes | dict(zip("BTE", x.shape, strict=True))
 
@@ -186,7 +183,7 @@ def scale_of(name: str | float, sizes: Mapping[str, int]) -> float:
 
 @cache
 def _powers(name: str) -> list[tuple[list[str], float]]:
-    """The letters of a scale's name, and to which power their product goes."""
+    """Return the letters in the name of a scale, and the power of their product."""
     return [
         (re.findall("Dv|.", letters), (2 if square else 1) / 2 ** len(roots))
         for roots, letters, square in re.findall(r"(√*)((?:Dv|[BTEHD])+)(²?)", name)
@@ -200,11 +197,11 @@ def rebuild(
     heads: Heads | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The output `[B, T, …]` of a variant with these weights.
+    """Return the output `[B, T, …]` of a variant with these weights.
 
     Args:
-        heads: what `heads_of` gives, where it is known already.
-        weights: what `weights_from` gives, where it is.
+        heads: the result of `heads_of`, if it is known.
+        weights: the result of `weights_from`, if it is known.
 
     Raises:
         RuntimeError: shapes do not fit each other.
@@ -229,7 +226,7 @@ def rebuild(
 
 
 def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
-    """Queries `[B, H, T, D]`, keys and values `[B, G, T, …]`, normed and rotated."""
+    """Return queries `[B, H, T, D]`, keys and values `[B, G, T, …]`, normalized and rotated."""
     before = variant.residual.startswith("before")
     features = _features(reading, reading.norms["x"](x) if before else x, variant)
     if variant.residual.startswith("before queries"):
@@ -254,7 +251,7 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
 
 
 def _rotation(variant: Variant, part: str) -> Callable[[Tensor], Tensor]:
-    """Return what rotates the heads `[B, H, T, D]` of queries, keys or values."""
+    """Return the rotation of the heads `[B, H, T, D]` of queries, keys or values."""
     assert variant.rope is not None
     dim, base, pairs = variant.rope
     if variant.turning == "rope" or (variant.turning == "backwards" and part != "k"):
@@ -281,7 +278,7 @@ def _rotation(variant: Variant, part: str) -> Callable[[Tensor], Tensor]:
 
 
 def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
-    """`[B, H, T, S]`: what the values are weighted with."""
+    """Return the weights of the values, `[B, H, T, S]`."""
     q, k, _ = heads_of(reading, x, variant)
     return weights_from(q, k, variant, sizes_of(reading, x))
 
@@ -293,7 +290,7 @@ def _is_of_heads(norm: nn.Module, width: int) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Mapping[str, int]) -> Tensor:
-    """`[B, H, T, Dv]` of queries `[B, H, T, D]` over keys and values `[B, G, S, …]`."""
+    """Attend from `[B, H, T, D]` to keys and values `[B, G, S, …]`; return `[B, H, T, Dv]`."""
     if ATTENDED(variant) != ATTENDED(TEXTBOOK):
         return _weighted(weights_from(q, k, variant, sizes), v, q.shape[1], variant)
     allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
@@ -314,7 +311,7 @@ def weights_from(q: Tensor, k: Tensor, variant: Variant, sizes: Mapping[str, int
 
 
 def _weighted(weights: Tensor, v: Tensor, heads: int, variant: Variant) -> Tensor:
-    """`[B, H, T, Dv]`: the values, gathered."""
+    """Return the weighted sums of the values, `[B, H, T, Dv]`."""
     v = _shared(v, heads, variant.share, "values")
     v = v.transpose(1, 2) if variant.over == "heads" else v
     out = (weights.mT if variant.values == "turned" else weights) @ v
@@ -323,7 +320,7 @@ def _weighted(weights: Tensor, v: Tensor, heads: int, variant: Variant) -> Tenso
 
 @cache
 def allowed_of(mask: str, queries: int, keys: int) -> Tensor:
-    """`[T, S]`: True where a mask lets a query see a key."""
+    """Return a mask `[T, S]`, True where a query may attend to a key."""
     i, j = torch.arange(queries)[:, None], torch.arange(keys)[None]
     if mask.startswith("window "):
         return (j <= i) & (i - j < int(mask.removeprefix("window ")))
@@ -384,7 +381,7 @@ def _after(variant: Variant) -> bool:
 
 
 def products(q: Tensor, k: Tensor, variant: Variant) -> Tensor:
-    """`[B, H, T, S]`: queries times keys, before any scale."""
+    """Return queries times keys before any scale, `[B, H, T, S]`."""
     k = _shared(k, q.shape[1], variant.share, "keys")
     turned = k.reshape(*k.shape[:2], k.shape[3], k.shape[2])
     return q @ (turned if variant.turned_keys == "reshaped" else k.mT)
@@ -412,10 +409,10 @@ def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Varia
 
 
 def error(got: Tensor, wanted: Tensor, seen: Tensor | None = None) -> float:
-    """The largest difference as a share of the largest number; inf where the two do not compare.
+    """Return the largest relative difference; inf if the two cannot be compared.
 
     Args:
-        seen: `[T]`, False for tokens that a mask leaves nothing to see: they are not compared.
+        seen: `[T]`, False for tokens without a visible key, which are not compared.
     """
     if got.shape != wanted.shape:
         return math.inf

@@ -1,14 +1,14 @@
-"""Step mode: a tutorial's step, followed part by part while the file is still being filled in.
+"""Step mode: test a step of a tutorial part by part while the file is being filled in.
 
 A step is a list of parts: a class, a layer, a function, a method. They are tested in order of
 dependence, and only the first fault is reported; later parts are tested once it is fixed.
-headwise's own code stands in the blanks meanwhile, so that one part can be right while another is
-blank. Once all parts are right and no blank is left, the whole goes through all rules of `check`.
+Remaining blanks are filled with headwise's own code, so that one part can be right while another is
+blank. Once all parts are right and no blank is left, all rules of `check` are applied.
 
-A part is right where it gives what its twin gives, the same part of the step's template with
-headwise's code in it. Where it does not, `tracing.py` follows both line by line, `blame.py` finds
-the first variable that differs, and `words.py` says so. The rows stand in `steps.toml`, the calls
-in `modules.py`, `scalar.py` and `gpt2_max.py`; the files to start from are in `../templates/`.
+A part is right if it gives the same as its twin: the same part of the step's template, filled with
+headwise's code. Otherwise `tracing.py` follows both line by line, `blame.py` finds the first
+variable that differs, and `words.py` describes it. The rows are in `steps.toml`, the calls in
+`modules.py`, `scalar.py` and `gpt2_max.py`; the templates are in `../templates/`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ FILLED = "With headwise's code in the blanks, what is written is right, as far a
 
 
 def summary(name: str) -> str:
-    """Return what a step is, in a line: the first of its template."""
+    """Return a line on a step: the first of its template."""
     return (ast.get_docstring(ast.parse(template(name))) or "").partition("\n")[0]
 
 
 def write_template(name: str, path: Path) -> None:
-    """Write the file with blanks; one that is there is left alone.
+    """Write the file with blanks, unless it exists.
 
     Raises:
-        ValueError: there is no such step, or the file exists, or its name is not a Python file's.
+        ValueError: an unknown step, an existing file, or a name that does not end in .py.
     """
     _check_name(name)
     wrong = ""
@@ -79,15 +79,15 @@ def check_step(
     report: Report = lambda seconds: None,
     level: int = 1,
 ) -> Verdict:
-    """Follow a step in a file.
+    """Test a file as a step of a tutorial.
 
     Args:
-        name: `scalar`, `per_head`, `split` or `gpt2`; for `gpt2` the file's imports say whether it
-            is the variant for PyTorch or, `gpt2-max`, for MAX.
-        level: of the hints. 1 says what a line does, 2 how, and 3 shows the line.
+        name: `scalar`, `per_head`, `split` or `gpt2`; the imports of a `gpt2` file choose between
+            the variants for PyTorch and, `gpt2-max`, for MAX.
+        level: of the hints: 1 for the purpose of a line, 2 for its method, 3 for the line itself.
 
     Raises:
-        ValueError: no such step, no such file, no such level.
+        ValueError: an unknown step, file or level.
     """
     _check_name(name)
     if not 1 <= level <= LEVELS:
@@ -101,10 +101,10 @@ def check_step(
 
 
 def usual_limits(name: str, target: str) -> Limits:
-    """Return the limits: MAX compiles, which takes a minute the first time, and more memory."""
+    """Return the limits: MAX compiles for a minute the first time and needs more memory."""
     try:
         source = ParsedFile(Path(target).read_text("utf-8-sig"), target)
-    except (OSError, SyntaxError, ValueError):  # check_step says what is wrong with it
+    except (OSError, SyntaxError, ValueError):  # reported by check_step
         return Limits()
     compiles = name in STEPS and _variant(name, source) is GPT2_MAX
     return Limits(seconds=300.0, memory=8.0) if compiles else Limits()
@@ -128,17 +128,17 @@ def _child(send: Send, file: str, name: str, level: int = 1) -> None:
 
 
 class Follower:
-    """Follows a file through a step, part by part, as far as the first fault."""
+    """Test the parts of a file in order, up to the first fault."""
 
     def __init__(self, send: Send, path: Path, name: str, level: int) -> None:
         self.send, self.level, self.source = send, level, parsed(path)
         self.step, self.names = _variant(name, self.source), dict[str, str]()
-        for part in self.step.parts:  # each with the name that the file has for it
+        for part in self.step.parts:  # find the name of each in the file
             before = f"{self.names[part.owner]}." if part.owner else ""
             choices = [f"{before}{name}" for name in (part.short, *part.also)]
             self.names[part.name] = next(filter(self.source.has, choices), choices[0])
         self.trial = Trial(self.step, self.source, path, self.names)
-        self.searches: dict[str, Search] = {}  # of classes, by which their attributes are found
+        self.searches: dict[str, Search] = {}  # of classes, to locate their attributes
         send({"subject": f"{path.name}, step {self.step.name}", "phase": IMPORTING})
 
     def findings(self) -> Iterator[Finding]:
@@ -163,7 +163,7 @@ class Follower:
             name = self.names[part.name]
             if name in unknown or self.source.uses(name, self.names.values()) & lacks:
                 continue
-            if len(left[part.name]) >= max(len(part.fill), 1):  # all of it is headwise's
+            if len(left[part.name]) >= max(len(part.fill), 1):  # filled completely by headwise
                 continue
             self.send({"phase": f"while `{part.short}` was tried"})
             tried = [*self._tried(part)]
@@ -178,7 +178,7 @@ class Follower:
     # --- what the syntax says ---------------------------------------------------------------------
 
     def _unbound(self) -> Finding | None:
-        """Return a finding on the first name that nothing gives a meaning to."""
+        """Return a finding on the first undefined name."""
         source, parts = self.source, {part.name for part in self.step.parts}
         for name, line in source.unbound.items():
             owner, function = source.owner_at(line)
@@ -199,7 +199,7 @@ class Follower:
         return None
 
     def _missing(self) -> Finding | None:
-        """Return a finding on the first part that is not there."""
+        """Return a finding on the first missing part."""
         source, there = self.source, {*self.source.definitions}
         for part in self.step.parts:
             if source.has(self.names[part.name]):
@@ -221,7 +221,7 @@ class Follower:
         return None
 
     def _blank(self) -> Iterator[Finding]:
-        """Give a finding on the first blank, with its hint."""
+        """Yield a finding on the first blank, with its hint."""
         parts = [(part, self.names[part.name]) for part in self.step.parts]
         every = [(blank, part) for part, name in parts for blank in self.source.blanks(name)]
         if not every:
@@ -242,7 +242,7 @@ class Follower:
     # --- what running it says ---------------------------------------------------------------------
 
     def _tried(self, part: StepPart) -> Iterator[Finding]:
-        """Call a part as its twin is called, and compare what they give."""
+        """Call a part like its twin, and compare the results."""
         trial, out = self.trial, None
         for call in self.step.calls(trial, part):
             watch = Watch(trial, part)
@@ -267,7 +267,7 @@ class Follower:
             yield passed(part.rule, f"`{part.name}` is right{shape}.")
 
     def _beside(self, part: StepPart, search: Search | None = None) -> Finding | None:
-        """Return what a step's own judge finds beside the numbers, with its line."""
+        """Return the finding of the step's own judge, with its line."""
         source, built = self.source, self.searches.get(part.owner or part.name)
         wrong = self.step.judge(self.trial, self.twin, part, search)
         if wrong is None:

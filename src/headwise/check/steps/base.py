@@ -1,4 +1,4 @@
-"""Define a step, its parts, and the file that goes through it; the rows stand in `steps.toml`."""
+"""A step, its parts, and the trial of a file; the rows are in `steps.toml`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StepPart:
         return self.name.rpartition(".")[2]
 
     def hint(self, key: str, level: int) -> str:
-        """Return the hint on a variable, an attribute or "return": what the line does, how it does
-        it, or, at level 3, the line itself."""
+        """Return the hint on a variable, an attribute or "return": the purpose of the line, its
+        method, or, at level 3, the line itself."""
         key = key if key in self.hints else [*self.hints][-1]
         texts, code = self.hints[key], self.fill.get(key, "").strip()
         if level < 3 or not (code or len(texts) > 2):
@@ -54,7 +54,7 @@ class StepPart:
 
 
 class StepCall(NamedTuple):
-    """One call of a part, which its twin gets, too; `words` begin the finding on another result."""
+    """One call of a part and of its twin; `words` begin the finding on a different result."""
 
     run: Callable[[Trial], Any]
     severity: Severity = "error"
@@ -76,11 +76,11 @@ class Step:
 
     Args:
         like: the step whose template is the twin.
-        sizes: the letters of shapes, and the names of variables that hold these numbers.
+        sizes: the letters of shapes, and the variables that hold these numbers.
         calls: the calls that test a part.
-        whole: the findings on all parts together, once every part is right.
-        judge: what is wrong with a part beside the numbers that it gives.
-        refuses: why nothing can be run here, or None.
+        final: the findings on all parts together, once every part is right.
+        judge: the faults of a part besides its numbers.
+        refuses: the reason why nothing can run, or None.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Step:
 
 
 def step(name: str, sizes: Mapping[str, int], *functions: Any) -> Step:
-    """Make a step of its rows."""
+    """Create a step from its rows."""
     row = ROWS[name]
     like = row.get("like", name)
     parts = [StepPart(**part) for part in ROWS[like]["parts"]]
-    if like != name:  # headwise's code for the blanks is that of the other one alone
+    if like != name:  # only the other step has code for the blanks
         cut = ({key: texts[:2] for key, texts in one.hints.items()} for one in parts)
         parts = [
             StepPart(p.name, p.rule, hints, p.also) for p, hints in zip(parts, cut, strict=True)
@@ -110,26 +110,26 @@ def step(name: str, sizes: Mapping[str, int], *functions: Any) -> Step:
 
 
 def template(name: str) -> str:
-    """Return the file with blanks that a step starts from."""
+    """Return the template of a step."""
     return (files("headwise.check") / "templates" / f"{name}.py.txt").read_text("utf-8")
 
 
 @dataclass
 class Trial:
-    """One file on its way through a step; the twin is a trial of the template, filled."""
+    """One file in a step; the twin is a trial of the filled template."""
 
     step: Step
     source: ParsedFile
     path: Path
-    names: dict[str, str]  # of parts, to those that the file uses
+    names: dict[str, str]  # of parts, to names in the file
     module: ModuleType | None = None
-    blank: list[str] = field(default_factory=list)  # parts in which a blank is left
-    # Lines of blanks that headwise filled, each with the names that it reads.
+    blank: list[str] = field(default_factory=list)  # parts with a blank
+    # Lines of filled blanks, each with the names that it reads.
     ours: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    results: dict[str, Any] = field(default_factory=dict)  # what one call leaves to the next
+    results: dict[str, Any] = field(default_factory=dict)  # of one call, for the next
 
     def get(self, name: str) -> Any:
-        """Return what the file has under a part's name."""
+        """Return the object of a part in the file."""
         thing: Any = self.module
         for word in self.names.get(name, name).split("."):
             thing = getattr(thing, word)

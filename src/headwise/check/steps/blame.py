@@ -1,9 +1,9 @@
-"""Find the line at fault: the first variable that holds something else than in the step's twin.
+"""Find the line at fault: the first variable that differs from the step's twin.
 
-The twin is the step's template with headwise's own code in its blanks. It gets the same calls with
-the same weights, and every expression in it is kept: these are the values that a variable of the
-file may hold. Where a part gives something else than its twin, the search begins at the line that
-gave it, and goes back to the first line that makes something wrong of variables that are right.
+The twin is the step's template with headwise's code in its blanks. It gets the same calls with the
+same weights, and the values of all its expressions are recorded: the possible values of variables
+in the file. If a part differs from its twin, the search goes back from its result to the first line
+that computes a wrong value from right variables.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Twin:
 
     @cached_property
     def values(self) -> list[Numbers]:
-        """All values, and each row of a list of lists."""
+        """All values, and each row of nested lists."""
         given = [*self.watch.events, *self.watch.returns]
         every = [one.value for one in given if one.value] + [one for *_, one in self.seen]
         return every + [row for one in every for row in _rows(one)]
 
     def _expressions(self) -> Iterator[tuple[set[str], set[str], Numbers]]:
-        """Yield the value of each expression, with the names in it, and those it is made for."""
+        """Yield the value of each expression, with its names and the variables that it defines."""
         scope, known, waiting = (
             vars(self.watch.trial.module),
             dict[str, Any](),
@@ -87,7 +87,7 @@ class Twin:
             yield from _value(ast.parse(text, mode="eval").body, scope | known, {name}, set())
 
     def _all_above(self, *of: str) -> set[str]:
-        """Return the variables that some are made of, and themselves."""
+        """Return variables and all that they are computed from."""
         known, waiting = set[str](), [*of]
         while waiting:
             known.add(name := waiting.pop())
@@ -95,18 +95,18 @@ class Twin:
         return known
 
     def _finals(self, name: str) -> list[Numbers]:
-        """Return what a variable holds; of a list that grows, what it holds in the end."""
+        """Return the value of a variable; of a growing list, the final one."""
         return [one[-1].value for one in self.watch.turns(name) if one[-1].value is not None]
 
     def _right(self, name: str) -> list[Numbers]:
-        """Return what a variable may hold: what it holds here, or what is made of that."""
+        """Return the possible values of a variable: its own, or those computed from it."""
         if name == "return":
             return [one.value for one in self.watch.returns if one.value is not None]
         results = [value for used, _, value in self.seen if name in self.above(*used)]
         return [*self.finals(name), *results] if name in self.named else self.values
 
     def _early(self, name: str) -> list[Numbers]:
-        """Return what a variable may hold on its way: what it is made of."""
+        """Return the intermediate values of a variable."""
         own = [one.value for one in self.watch.events if one.name == name and one.value]
         above = self.above(name)
         return [*own, *(value for _, targets, value in self.seen if targets & above)]
@@ -115,21 +115,21 @@ class Twin:
 def _value(
     node: ast.expr, scope: dict[str, Any], used: set[str], targets: set[str]
 ) -> Iterator[tuple[set[str], set[str], Numbers]]:
-    with contextlib.suppress(Exception):  # of large scores, or of what a comprehension names
+    with contextlib.suppress(Exception):  # large scores, or names in a comprehension
         value = plain(eval(compile(ast.Expression(node), "<twin>", "eval"), scope))
         if value is not None and not isinstance(node, ast.Constant):
             yield used, targets, value
 
 
 def _rows(value: Numbers) -> list[Numbers]:
-    """Return the rows of a list of lists."""
+    """Return the rows of nested lists."""
     kind = "tensor" if value.kind == "tensors" else value.kind
     many = value.numbers.dim() > 1 and value.kind in LISTS
     return [Numbers(kind, row) for row in value.numbers] if many else []
 
 
 class BlamedLine(NamedTuple):
-    """The line at fault, its statement, and what it makes wrong, where a variable holds it."""
+    """The line at fault, its statement, and the wrong variable, if any."""
 
     line: int
     statement: ast.stmt | None
@@ -137,17 +137,17 @@ class BlamedLine(NamedTuple):
 
 
 class Search:
-    """Compares a watched call with its twin's, and looks for the line at fault."""
+    """Compare a watched call with its twin's, and find the line at fault."""
 
     def __init__(self, watch: Watch, twin: Twin) -> None:
         self.watch, self.twin = watch, twin
         self.sizes = watch.trial.step.sizes if twin.part.shapes else {}
 
     def fault(self, drops: bool = False) -> BlamedLine | None:
-        """Return what is at fault; None where that is not in the file.
+        """Return the line at fault, or None if it is not in the file.
 
         Args:
-            drops: only dropout differs, so that a line which drops something else is at fault.
+            drops: only dropout differs, so a line with dropout is at fault.
         """
         watch = self.watch
         for one in watch.events if drops else ():
@@ -160,28 +160,28 @@ class Search:
             frame, line, _ = watch.failed
             return self._back(frame, line, watch.frames[frame].time)
         pairs = [*zip(watch.returns, self.twin.watch.returns, strict=False)]
-        for own, right in reversed(pairs):  # the last call leaves the least to chance
+        for own, right in reversed(pairs):  # the last call is the least ambiguous
             if not _agree(own.value, right.value):
                 return self._back(own.frame, own.line, own.time)
         return None
 
     def at(self, line: int) -> BlamedLine:
-        """Return what is at fault where a line of the only call gives something wrong."""
+        """Return the line at fault in the only call."""
         return self._back(next(iter(self.watch.frames)), line, self.watch.time + 1)
 
     def first(self) -> int | None:
-        """Return the first line that makes something wrong, whatever comes of it, or that ends."""
+        """Return the first line that computes a wrong value, or that ends the function."""
         lines = [one.line for one in self.watch.events if self.state(one) == "wrong"]
         return next(iter([*lines, *(one.line for one in self.watch.returns)]), None)
 
     def agrees(self, out: Any) -> bool:
-        """Return True if a call gave what the twin gives."""
+        """Return True if a call gives the same as the twin."""
         own, right = plain(out), plain(self.twin.out)
         nothing = own is right and (out is None) == (self.twin.out is None)
         return nothing or _agree(own, right)
 
     def state(self, one: Event) -> str:
-        """Return "right", "early" for what is right on its way, or "wrong"."""
+        """Return the state of a variable: "right", "early" (an intermediate value) or "wrong"."""
         value, name, twin = one.value, one.name, self.twin
         is_argument = name != "return" and self.watch.statement(one.frame, one.line) is None
         if is_argument:
@@ -216,8 +216,7 @@ class Search:
         return "early" if any(value.fits(each) for each in early) else "wrong"
 
     def turn(self, one: Event) -> Numbers | None:
-        """Return what the twin's variable holds at the same turn of a loop; None where they do not
-        take turns together."""
+        """Return the value of the twin's variable in the same turn of a loop, if any."""
         own, right = (each.turns(one.name) for each in (self.watch, self.twin.watch))
         together = len(own) == len(right) or (self.watch.failed and len(own) < len(right))
         if one.name not in self.twin.named or not self.watch.loops(one) or not together:
@@ -226,7 +225,7 @@ class Search:
         return next((its[-1].value for each, its in pairs if one in each), None)
 
     def _back(self, frame: int, line: int, time: int, event: Event | None = None) -> BlamedLine:
-        """Return the first line that makes something wrong of what is right, back from a line."""
+        """Search back from a line for the first that computes a wrong value from right ones."""
         watch, named = self.watch, self.twin.named
         statement = watch.statement(frame, line)
         if statement is None:
@@ -242,18 +241,18 @@ class Search:
         early = [one for one in early if not self._is_there(one, before)]
         theirs = self.twin.watch.events
         finals = {one.name: [each.raw for each in theirs if each.name == one.name] for one in early}
-        ours = line in watch.trial.ours  # where headwise's code stands, which is right
+        ours = line in watch.trial.ours  # filled by headwise, so right
         if early and (ours or self._is_cured(statement, before, event, finals)):
             deeper = self._back(frame, early[0].line, early[0].time, early[0])
             return self._unfinished(early[0], statement) if deeper.event is early[0] else deeper
         for one in (each for each in used if each.name not in named):
-            deeper = self._back(frame, one.line, one.time, one)  # it may be right elsewhere
+            deeper = self._back(frame, one.line, one.time, one)  # it may be right in another place
             is_named = deeper.event is not None and deeper.event.name in named
             if deeper.event is not one and (is_named or (one.value and not one.value.shape)):
                 return deeper
             if self._is_cured(statement, before, event, {one.name: self._instead(one)}):
                 return self._unfinished(one, statement)
-        for one in watch.events:  # what a helper gave
+        for one in watch.events:  # the result of a helper
             if one.name == "return" and one.caller == (frame, time) and one.value:
                 hands_on = event is not None and event.value and one.value.fits(event.value)
                 if hands_on or not one.value.is_one_of(self.twin.values):
@@ -261,18 +260,18 @@ class Search:
         return BlamedLine(line, statement, event)
 
     def _is_early(self, one: Event) -> bool:
-        """Return True if a variable is on its way, or an argument does not hold what was given."""
+        """Return True if a variable is intermediate, or an argument was changed."""
         given = one.value is None or one.value.is_one_of(self.twin.finals(one.name))
         return self.state(one) == "early" or (one.name in self.twin.arguments and not given)
 
     def _is_there(self, early: Event, before: dict[str, Event]) -> bool:
-        """Return True if another variable holds what one that is on its way should hold."""
+        """Return True if another variable holds the final value of an intermediate one."""
         rest = (one.value for one in before.values() if one.name != early.name and one.value)
         return any(value.is_one_of(self.twin.finals(early.name)) for value in rest)
 
     def _instead(self, one: Event) -> list[Any]:
-        """Return other values of a variable that the twin has no name for: whole numbers, the other
-        way round of a mask, and lists that are longer."""
+        """Return other values of a variable unknown to the twin: whole numbers, the inverted mask,
+        and longer lists."""
         value, known = one.value, self.twin.values
         if isinstance(one.raw, torch.Tensor):
             return [~one.raw] if one.raw.dtype == torch.bool and self.twin.part.owner else []
@@ -310,8 +309,8 @@ class Search:
         return False
 
     def _unfinished(self, one: Event, statement: ast.stmt) -> BlamedLine:
-        """Return what to blame for a variable that is still on its way: of a list that is too
-        short, the `return` that ends the loop, or the loop that fills it."""
+        """Return the line at fault for an intermediate variable: for a short list the `return` that
+        ends the loop, or the loop that fills it."""
         here, around = self.watch.statement(one.frame, one.line), self.watch.loops(one)
         if around and is_growth(here):
             ends = isinstance(statement, ast.Return) and statement in ast.walk(around[-1])
@@ -324,7 +323,7 @@ def _agree(own: Numbers | None, right: Numbers | None) -> bool:
 
 
 def _read(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement reads; of a loop or a condition, its first line alone."""
+    """Return the names that a statement reads; for loops and conditions, in the first line."""
     header = {ast.For: "iter", ast.If: "test", ast.While: "test"}.get(type(statement))
     root = getattr(statement, header) if header else statement
     own = names(root.target) if isinstance(root, ast.AugAssign) else set[str]()

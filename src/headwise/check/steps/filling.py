@@ -1,4 +1,4 @@
-"""Put headwise's own code in the blanks that are left, so that what is written can be run."""
+"""Fill the remaining blanks with headwise's own code, so that the file can run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def fill(
     """Fill the blanks of a file with code: for each part, by the key of each blank.
 
     Returns:
-        Its syntax, in which every statement keeps its line; the lines that are not its author's,
-        each with the names that it reads; and the parts with a blank that headwise cannot fill.
+        The syntax tree, in which every statement keeps its line; the filled lines, each with the
+        names that it reads; and the parts with a blank that headwise cannot fill.
 
     >>> source = ParsedFile("def double(x):\\n    y = None\\n    return y")
     >>> print(ast.unparse(fill(source, {"double": {"y": "2 * x"}})[0]))
@@ -42,13 +42,13 @@ def fill(
 
 
 def innermost(statements: Iterable[ast.stmt], line: int) -> ast.stmt | None:
-    """Return the shortest of some statements that a line stands in."""
+    """Return the shortest statement that contains a line."""
     around = [one for one in statements if one.lineno <= line <= (one.end_lineno or one.lineno)]
     return min(around, key=lambda one: (one.end_lineno or 0) - one.lineno, default=None)
 
 
 def _is_blank(old: ast.stmt) -> bool:
-    """Return True if a statement gives None, and nothing else."""
+    """Return True if a statement only gives None."""
     if isinstance(old, (ast.Assign, ast.AnnAssign, ast.Return)):
         many = old.value.elts if isinstance(old.value, (ast.Tuple, ast.List)) else [old.value]
         return all(one is None or getattr(one, "value", one) in (None, ...) for one in many)
@@ -56,7 +56,7 @@ def _is_blank(old: ast.stmt) -> bool:
 
 
 def _written(old: ast.stmt, text: str) -> list[ast.stmt]:
-    """Return the statements of a text; one expression takes the place of the old value."""
+    """Return the statements of a text; a single expression replaces the old value."""
     new = ast.parse(text).body
     if len(new) == 1 and isinstance(new[0], ast.Expr):
         old.value = new[0].value  # type: ignore[attr-defined]

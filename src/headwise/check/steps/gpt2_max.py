@@ -1,8 +1,8 @@
 """Test the step `gpt2` on Modular MAX, for those who have installed it.
 
-Where MAX is not installed, the syntax is read and nothing is run. Where it is, all parts are traced
-into one graph that is compiled once: MAX called as it is would compile every operation on its own,
-which takes minutes. The parts are compared with the twin on PyTorch, with the same weights.
+Without MAX only the syntax is read. With MAX all parts are traced into one graph and compiled once,
+as eager MAX would compile every operation, which takes minutes. The parts are compared with the
+twin on PyTorch, with the same weights.
 """
 
 # pyright: reportMissingImports=false
@@ -52,7 +52,7 @@ def _built(trial: Trial) -> Any:
 
 
 def _outputs(trial: Trial, layer: Any) -> dict[str, Any]:
-    """Return what each part gives, or the exception that it raises, from one compiled graph."""
+    """Return the result of each part, or its exception, from one compiled graph."""
     from max.dtype import DType
     from max.experimental.tensor import Tensor
     from max.graph import DeviceRef, TensorType
@@ -103,7 +103,7 @@ def _outputs(trial: Trial, layer: Any) -> dict[str, Any]:
 
 
 def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
-    """Yield the calls: the file's parts have run already, the twin's run now."""
+    """Yield the calls: the parts of the file have run already, those of the twin run now."""
 
     def call(one: Trial) -> Any:
         if one is trial:

@@ -49,7 +49,7 @@ def build(one: Trial, owner: str, d_in: int = D_IN, biased: bool = False) -> nn.
 
 
 def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
-    """Return the layer of a trial, with random weights; its twin's has the same."""
+    """Return the layer of a trial with random weights, the same as those of its twin."""
     key = f"{owner}, biased" if biased else owner
     if key not in one.results:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
     layer, theirs = one.results[key], one.results.get("of", one)
     linears = [each for each in getattr(layer, "named_modules", list)() if hasattr(each[1], "bias")]
     for name, own in linears if theirs is not one and key in theirs.results else ():
-        with contextlib.suppress(Exception), torch.no_grad():  # a wrong one is another finding
+        with contextlib.suppress(Exception), torch.no_grad():  # reported elsewhere
             other = theirs.results[key].get_submodule(name)
             bias = other(torch.zeros(1, own.in_features))
             own.weight.copy_((other(torch.eye(own.in_features)) - bias).T)
@@ -69,14 +69,14 @@ def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
 
 
 def inputs() -> dict[str, Tensor]:
-    """Return new inputs of all parts, the same every time."""
+    """Return new inputs of all parts, equal in every call."""
     draw = torch.Generator().manual_seed(1)
     sizes = {"in": (B, T, D_IN), "x": (B, T, E), **dict.fromkeys("qkv", (B, H, T, D))}
     return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
 
 
 def call_part(layer: Any, name: str, given: dict[str, Any]) -> Any:
-    """Call a method or a layer with copies of its inputs; of a tuple, the first is what counts."""
+    """Call a method or a layer with copies of its inputs; return the first of a tuple."""
     taken = [given[key] for key in OF_HEADS.get(name, "x")]
     sizes = (H, D) if name in ("_split_heads", "_merge_heads") else ()
     out = (layer if name == "forward" else getattr(layer, name))(*taken, *sizes)
@@ -102,13 +102,13 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
             return call_part(layer, short, given)
 
         yield StepCall(call)
-        if settings[1:] and part.name not in trial.blank:  # else which line drops is open
+        if settings[1:] and part.name not in trial.blank:  # else the line that drops is unknown
             hint = "Dropout works once, on the weights: `self.dropout(weights)` after the softmax."
             yield StepCall(lambda one: call(one, True), words="In training, ", hint=hint)
 
 
 def mask_of(one: Trial, queries: int, cached: int) -> Any:
-    """Call `causal_mask`; one that takes no `dtype` and `device` is as good."""
+    """Call `causal_mask`, with `dtype` and `device` if it takes them."""
     how = {"dtype": torch.float32, "device": torch.device("cpu")}
     takes = inspect.signature(one.get("causal_mask")).parameters
     kept = {name: value for name, value in how.items() if name in takes}
@@ -116,7 +116,7 @@ def mask_of(one: Trial, queries: int, cached: int) -> Any:
 
 
 def wrong_size(part: StepPart, own: Any, right: Any) -> Wrong | None:
-    """Return the first number of a class that is another than its twin's."""
+    """Return the first number in a class that differs from its twin's."""
     for name, value in vars(right).items():
         got = getattr(own, name, value)
         if type(value) is int and (type(got) is not int or got != value):
@@ -125,7 +125,7 @@ def wrong_size(part: StepPart, own: Any, right: Any) -> Wrong | None:
 
 
 def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> Wrong | None:
-    """Return what is wrong with the attributes of a class, or with how a mask hides."""
+    """Return a fault in the attributes of a class, or in the fill of a mask."""
     if failed is not None or part.short in (*OF_HEADS, "forward"):
         return None
     if part.short == "causal_mask":
@@ -161,7 +161,7 @@ def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> 
 
 
 def _held(layer: nn.Module, name: str) -> str:
-    """Return what an attribute is, and the sizes of what it holds."""
+    """Return the type of an attribute and its sizes."""
     own: Any = getattr(layer, name, None)
     if name in dict(layer.named_buffers()):
         return f"a buffer of {math.prod(own.shape[-2:])} numbers"
@@ -175,7 +175,7 @@ def _held(layer: nn.Module, name: str) -> str:
 
 
 def _agree(layers: list[Any]) -> bool:
-    """Return True if two layers give the same, whatever their attributes hold."""
+    """Return True if two layers compute the same, regardless of attributes."""
     with contextlib.suppress(Exception), torch.no_grad():
         own, right = (layer.eval()(inputs()["in"]) for layer in layers)
         return torch.allclose(own, right, atol=1e-5)

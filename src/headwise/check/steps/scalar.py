@@ -24,7 +24,7 @@ WEIGHTS = ("wq", "wk", "wv", "wo")
 
 
 def _numbers(one: Trial, value: Any) -> Any:
-    """Return lists of floats as lists of what the file calculates with."""
+    """Return lists of floats as lists of the file's numbers."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, Sequence):
@@ -62,14 +62,14 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
 
 
 def _keep(one: Trial, name: str, given: dict[str, Any]) -> Any:
-    """Call a function; what it gets and gives is kept for `_judge`."""
+    """Call a function; store its arguments and result for `_judge`."""
     one.results["given"] = {key: _numbers(one, value) for key, value in given.items()}
     one.results["out"] = out = one.get(name)(*one.results["given"].values())
     return out
 
 
 def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wrong | None:
-    """Return what is wrong beside the numbers: keys or values that are not kept, a cut graph."""
+    """Return a fault besides the numbers: missing keys or values, or a cut graph."""
     results = trial.results
     if search is not None:
         return _wrong_cache(search) if part.name == "attention" else None
@@ -88,7 +88,7 @@ def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wro
 
 
 def _wrong_cache(search: Search) -> Wrong | None:
-    """Return which of `keys` and `values` does not hold the first token's own when it is used."""
+    """Return which of `keys` and `values` lacks the first token when it is used."""
     events = [one for one in search.watch.events if one.frame == search.watch.events[0].frame]
     first = {one.name: one for one in reversed(events)}
     if not {"query", "key", "value"} <= {*first}:

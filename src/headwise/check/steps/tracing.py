@@ -1,4 +1,4 @@
-"""Follow a function of a file line by line: which variable gets which value, and where."""
+"""Trace a function of a file: the values of its variables, line by line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .filling import innermost
 GROWS = ("append", "extend", "insert")
 """Methods that change a list."""
 HIDDEN = -1e4
-"""Scores below it are hidden, with whatever number."""
+"""Scores below it count as hidden."""
 LISTS = {"floats", "Values", "new Values", "tensors"}
 
 
 class Numbers(NamedTuple):
-    """Numbers, and what holds them: an `int`, a `tensor`, a list of `floats` or of `Values`.
+    """Numbers and their container: an `int`, a `tensor`, a list of `floats` or of `Values`.
 
-    `new Values` hold numbers alone, and do not know what they were made of.
+    `new Values` have no inputs, so no gradient passes through them.
     """
 
     kind: str
@@ -40,11 +40,11 @@ class Numbers(NamedTuple):
 
     @property
     def cut(self) -> bool:
-        """Return True if a list does not know what it was made of."""
+        """Return True if no gradient passes through a list."""
         return self.kind in ("floats", "new Values") and self.numbers.numel() > 0
 
     def fits(self, right: Numbers) -> bool:
-        """Return True if these numbers are the right ones, or the beginning of the right list."""
+        """Return True if these numbers equal the right ones, or the beginning of the right list."""
         if (right.kind == "int") != (self.kind == "int") or (self.cut and right.kind == "Values"):
             return False
         a, b = self.numbers, right.numbers
@@ -57,7 +57,7 @@ class Numbers(NamedTuple):
         return sizes == others and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
     def is_one_of(self, known: list[Numbers]) -> bool:
-        """Return True if these are right numbers; a list is so when it is whole."""
+        """Return True if these numbers are right; a list must be complete."""
         final = self.shape[:1] if self.kind in LISTS else None
         return any(self.fits(one) and (not final or final == one.shape[:1]) for one in known)
 
@@ -88,8 +88,8 @@ def _floats(value: Any) -> Any:
 class Event(NamedTuple):
     """A value that a variable gets in a line, or, with the name "return", the result of a function.
 
-    `frame` is the call that the line is part of, `time` counts the lines that were run, and
-    `caller`, of "return", is the frame and the time of the line that called.
+    `frame` is the call of the line, `time` counts executed lines, and `caller`, of "return", is the
+    frame and the time of the calling line.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Event(NamedTuple):
 @dataclass
 class _Frame:
     function: Function
-    frame: FrameType  # which keeps its id from being given to another
+    frame: FrameType  # kept, so that its id is not reused
     line: int
     time: int  # when the line began
     caller: tuple[int, int]
@@ -112,7 +112,7 @@ class _Frame:
 
 
 class Watch:
-    """Keeps what the variables of a part, and of helpers that it calls, are given in a call."""
+    """Record the values of variables of a part, and of its helpers, in a call."""
 
     def __init__(self, trial: Trial, part: StepPart) -> None:
         self.trial, source, name = trial, trial.source, trial.names[part.name]
@@ -155,7 +155,7 @@ class Watch:
         return [each for each in loops if each.lineno < one.line <= (each.end_lineno or 0)]
 
     def turns(self, name: str) -> list[list[Event]]:
-        """Return the events of a variable, one list for each time that it is begun anew."""
+        """Return the events of a variable, one list for each new assignment."""
         turns: list[list[Event]] = []
         for one in (each for each in self.events if each.name == name):
             grows = turns and is_growth(self.statement(one.frame, one.line))
@@ -199,13 +199,13 @@ class Watch:
 
 
 def is_growth(statement: ast.stmt | None) -> bool:
-    """Return True if a statement changes what a variable holds already."""
+    """Return True if a statement changes the value of an existing variable."""
     targets = getattr(statement, "targets", [None])
     return isinstance(statement, (ast.AugAssign, ast.Expr)) or isinstance(targets[0], ast.Subscript)
 
 
 def changed(statement: ast.stmt | None) -> set[str]:
-    """Return the names that a statement gives a value, or whose list or tensor it changes."""
+    """Return the names that a statement assigns, or whose list or tensor it changes."""
     if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         items = names(*(one.value for one in nodes(ast.Subscript, *targets)))

@@ -21,7 +21,7 @@ SIGNS = {ast.Div: "/", ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.MatMult: "
 
 
 def shape_of(value: Any) -> str:
-    """Return what a call gave, for a sentence: its shape, or what it is instead."""
+    """Return the shape of a result, or its type, as a phrase."""
     numbers = value if isinstance(value, Numbers) else plain(value)
     if numbers is None or type(value) is tuple:
         return f"a {type(value).__name__}" if value is not None else "None"
@@ -31,7 +31,7 @@ def shape_of(value: Any) -> str:
 def failure(
     trial: Trial, part: StepPart, call: StepCall, search: Search, out: Any, level: int
 ) -> Finding:
-    """Return the finding on a call that gives something else than its twin, or that fails."""
+    """Return the finding on a call that fails or differs from its twin."""
     fault = search.fault(call.words == TRAINING)
     error = search.watch.failed[2] if search.watch.failed is not None else None
     message = f"`{part.short}` gives {_other(out, search.twin.out)}"
@@ -52,7 +52,7 @@ def failure(
 
 
 def _variable(search: Search, one: Event) -> str:
-    """Return what is wrong with a variable."""
+    """Return a sentence on a wrong variable."""
     twin, name, value = search.twin, one.name, one.value
     finals = {each: twin.finals(each) for each in twin.named}
     if value is not None and name in search.sizes and not value.shape:
@@ -102,7 +102,7 @@ def _other(value: Any, right: Any, letters: str = "") -> str:
 
 
 def key_of(search: Search, fault: BlamedLine) -> str:
-    """Return the key of the hint: the variable that a line makes, or else the next one."""
+    """Return the key of the hint: a variable of the line, or else the next one."""
     hints, results = search.twin.part.hints, changed(fault.statement)
     results |= {fault.event.name} if fault.event is not None else set()
     lines = {one.name: one.line for one in search.watch.events}
@@ -112,7 +112,7 @@ def key_of(search: Search, fault: BlamedLine) -> str:
 
 
 def thrown(trial: Trial, function: Function | None, before: int) -> str:
-    """Return words on a line whose result nothing takes; "" where there is none."""
+    """Return a sentence on the first line whose result is unused, or ""."""
     roots = [function] if function is not None else []
     lines = [*unused(*roots)]
     for node in nodes(ast.Expr, *roots):
@@ -129,7 +129,7 @@ def thrown(trial: Trial, function: Function | None, before: int) -> str:
 
 
 def near(name: str, known: set[str]) -> str:
-    """Return the name that was meant, or ""."""
+    """Return the most similar known name, or ""."""
     return next(iter(difflib.get_close_matches(name, sorted(known - {name}), 1, 0.75)), "")
 
 
