@@ -36,25 +36,26 @@ endef
 run: .venv/.run $(COMPILED)
 	@$(BIN)/headwise look --out headwise-look.html
 
-# A worker more than there are cores, as browsers and other programs are waited for; each file's tests in one of
-# them, files with slow tests first (tests/conftest.py says which). Then all examples, and once more what calls
-# most of the package, with every annotated shape and dtype held to what really comes; compiled code is not
-# annotated, and what a rank has of an axis (T/R) cannot be checked.
+# A worker more than there are cores, as browsers and other programs are waited for; each file's tests run in one
+# of them, files that take long first (tests/conftest.py says which). Then all examples, with every annotated shape
+# and dtype held to what really comes.
 FILES = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + os.cpu_count())')
-SHAPES := src README.md docs tests/backends/test_attend.py tests/core/test_masks.py tests/layers/test_layer.py \
-  tests/layers/test_cache.py tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py \
-  tests/capture/test_watch.py
+TYPED := -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype
 test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest $(FILES) -m "not ranks and not triton and not slow" tests
-	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES) \
-	  --ignore docs/api/parallel.md \
-	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \
-	  --deselect tests/capture/test_watch.py::test_compiled_models_and_functions
+	@$(BIN)/python -m pytest $(TYPED) --ignore docs/api/parallel.md src README.md docs
 
-# The slow ones: compiled code, killed and resumed runs, the ladder, wheels, planted faults, whole sessions of the pages.
+# The slow tests too: compiled code, killed and resumed runs, the ladder, wheels, planted faults, whole sessions of
+# the pages. And once more what calls most of the package, with shapes and dtypes held to the annotations; compiled
+# code is not annotated, and what a rank has of an axis (T/R) cannot be checked.
+SHAPES := tests/backends/test_attend.py tests/core/test_masks.py tests/layers/test_layer.py tests/layers/test_cache.py \
+  tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py tests/capture/test_watch.py
 test-all: test
 	@$(BIN)/python -m pytest $(FILES) -m slow tests
+	@$(BIN)/python -m pytest $(TYPED) $(SHAPES) \
+	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \
+	  --deselect tests/capture/test_watch.py::test_compiled_models_and_functions
 
 # Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
 # vectors.
