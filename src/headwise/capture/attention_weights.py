@@ -25,7 +25,7 @@ from .modules import check_model, names_of
 from .session import catch
 
 MOST_BYTES = 2**30
-"""Of all weights that are asked for."""
+"""The largest size of all requested attention weights."""
 
 
 def attention_of(
@@ -162,7 +162,7 @@ class _Weights(Statistic):
 
 
 def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, said: str) -> list[int]:
-    """The numbers of the heads that are asked for."""
+    """Return the numbers of the requested heads."""
     if head is None:
         return list(range(call.heads))
     one = whole(head)

@@ -78,7 +78,7 @@ def _form(call: AttentionCall, statistics: Statistics, looking: Looking) -> Hash
 
 
 class Bundle:
-    """Calls of one form, and the readings of all heads once somebody has asked for them."""
+    """Calls of one form, and the readings of all their heads, computed on demand."""
 
     def __init__(self, call: AttentionCall, statistics: Statistics) -> None:
         self.statistics, self.heads = statistics, call.q.shape[1]

@@ -1,4 +1,4 @@
-"""What a watched model's heads did: its modules, their calls, the table over all of them."""
+"""The results of a watch: modules, their calls, and the table over all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _not_called() -> str:
 
 
 class Watched(HeadTable):
-    """What a watched model's heads did: `seen[module name]`, and `table()` over all of them.
+    """The statistics of a watched model: `seen[module name]`, and `table()` over all modules.
 
     Iterating gives the modules' names, as of a dict.
     What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
@@ -264,7 +264,7 @@ class Watched(HeadTable):
         return seen
 
     def __add__(self, other: Watched) -> Watched:
-        """What both have seen; neither changes. Modules that both have are joined call by call.
+        """Return the union of two results; neither changes. Modules in both are joined by call.
 
         Raises:
             ValueError: a module had other heads or statistics in the other; one of them is
@@ -413,7 +413,7 @@ class WatchedModule:
             raise KeyError(f"{statistic!r} was not observed in {self.name!r}; there are: {known}")
 
     def sampled(self, statistic: str) -> bool:
-        """Whether the maximum of a statistic is that of some queries: a lower bound.
+        """Return True if the maximum of a statistic is that of sampled queries: a lower bound.
 
         Raises:
             KeyError: nothing of that name was observed.
@@ -472,7 +472,7 @@ class WatchedModule:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> WatchedModule:
-        """What `state()` gave.
+        """Return the result from its `state()`.
 
         Raises:
             KeyError, TypeError, AttributeError: something that `state()` does not give.
@@ -502,7 +502,7 @@ def _state_of(reading: Reading) -> dict[str, Any]:
 
 
 def _reading_of(state: dict[str, Any]) -> Reading:
-    """What `_state_of()` gave; older files lack some of it."""
+    """Return a module from its `_state_of()`; older files lack some of it."""
     whole = state.get("whole")
     reading = Reading(**{name: value for name, value in state.items() if name != "whole"})
     return reading if whole is None else replace(reading, whole=Moments(**whole))

@@ -1,4 +1,4 @@
-"""What heads do to a loss, sample by sample; tables of heads joined."""
+"""Effects of heads on a loss, by sample; joined tables of heads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Rows = list[dict[str, Any]]
 
 @runtime_checkable
 class Tabled(Protocol):
-    """What gives a table of heads, such as what `watch()` saw."""
+    """A source of a table of heads, such as the result of `watch()`."""
 
     def table(self) -> Rows: ...
 
 
 class HeadEffects(HeadTable):
-    """What every head does to a loss: `effects[module][metric]` is `[N, H]`, a row a sample.
+    """The effects of every head on a loss: `effects[module][metric]` is `[N, H]`, a row a sample.
 
     A module is given by its qualified name or the number of the layer.
 
@@ -69,7 +69,7 @@ class HeadEffects(HeadTable):
 
     @property
     def samples(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         figures = (figure for module in self._samples.values() for figure in module.values())
         return len(next(figures, ()))
 

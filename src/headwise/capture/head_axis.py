@@ -1,4 +1,4 @@
-"""Which axes of a call's tensors are batch rows, and which are heads.
+"""The batch axes and head axes of a call's tensors.
 
 `[…, T, D]` may have any axes before its last two. Two are batch and heads, as PyTorch says of its
 own function; what is known of the modules that run may say otherwise, and of more than two it must.
@@ -23,7 +23,7 @@ from .ranks import number_of_heads
 
 @dataclass(frozen=True)
 class Leading:
-    """Where batch rows and heads stand among the axes before the last two.
+    """The places of batch rows and heads among the axes before the last two.
 
     Args:
         sizes: of those axes.
@@ -39,17 +39,17 @@ class Leading:
 
     @property
     def rows(self) -> int:
-        """How many batch rows there are."""
+        """The number of batch rows."""
         return prod(self.sizes) // max(self.heads, 1)
 
     @property
     def plain(self) -> bool:
-        """Whether the axes are in order as they are."""
+        """True if the axes are in order."""
         return self.order == tuple(range(len(self.sizes)))
 
     @property
     def last(self) -> bool:
-        """Whether the axes are in order, and only the last is heads; so it is for PyTorch."""
+        """True if the axes are in order and only the last is heads, as PyTorch requires."""
         return self.plain and (len(self.sizes) < 2 or self.heads == self.sizes[-1])
 
     def resized(self, shape: torch.Size) -> Leading:
@@ -72,7 +72,7 @@ class Leading:
         return x.reshape(self.rows, self.heads, *last)
 
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """What `split()` made of a tensor of this shape, as that was."""
+        """Restore the shape of a tensor before `split()`."""
         if not self.plain:
             x = x.reshape(*(self.sizes[axis] for axis in self.order), *x.shape[-2:])
             back = [self.order.index(axis) for axis in range(len(self.order))]
@@ -87,7 +87,7 @@ def leading(
     shared: Sequence[bool] = (),
     told: int | None = None,
 ) -> Leading | None:
-    """Where batch rows and heads stand; `None` where nothing tells heads from blocks.
+    """Find the axes of batch rows and heads; `None` if heads cannot be distinguished from blocks.
 
     Args:
         shape: of the heads' outputs `[…, T, Dv]`.
@@ -123,7 +123,7 @@ def leading(
 
 
 def _as_told(shape: torch.Size, told: int) -> Leading:
-    """Return where they stand, of a number of heads or their axis that somebody told."""
+    """Return the axes from a given number of heads, or their given axis."""
     sizes = tuple(shape[:-2])
     axes = [axis for axis, size in enumerate(sizes) if size == told]
     if told < 0:
@@ -172,7 +172,7 @@ def _projected(positions: int, width: int, read: set[tuple[int, int]]) -> int | 
 def _heads_first(
     sizes: tuple[int, ...], heads: int | None, rows: set[int], values: Tensor | None
 ) -> bool:
-    """Whether of two axes the first is heads."""
+    """Return True if the first of two axes is heads."""
     fits = [size == heads for size in sizes] if heads else [size in rows for size in sizes[::-1]]
     if fits[0] != fits[1]:
         return fits[0]
@@ -184,7 +184,7 @@ def _heads_first(
 def _places(
     sizes: tuple[int, ...], heads: int | None, shared: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """Which of three or more axes are heads: those that share values after those of groups."""
+    """Return the head axes of three or more: those that share values after those of groups."""
     axes = [axis for axis in range(1, len(sizes)) if sizes[axis] > 1]
     if heads == 1:
         return ()

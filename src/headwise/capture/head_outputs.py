@@ -1,4 +1,4 @@
-"""What heads gave over reference texts: their means, or the outputs themselves, to ablate with."""
+"""Head outputs over reference texts: their means, or the outputs themselves, for `ablate`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def head_outputs(
     *,
     rows: bool = False,
 ) -> HeadOutputs:
-    """What every head of a model gives over reference texts, for `ablate(…, reference=…)`.
+    """Record the output of every head over reference texts, for `ablate(…, reference=…)`.
 
     Args:
         model: any model that `watch()` sees.
@@ -149,7 +149,7 @@ def head_outputs(
 
 
 def check_given(function: str, model: object, loss: object, batches: object) -> str:
-    """How errors of `function(model, loss, batches)` quote the call.
+    """Return the quoted call `function(model, loss, batches)` for errors.
 
     Raises:
         ValueError: a model that is no module, a loss that is no function, or batches that are one

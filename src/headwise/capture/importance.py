@@ -1,4 +1,4 @@
-"""How much the loss minds each head: by gradient, and by measurement."""
+"""Importance of heads for a loss: by gradient, and by ablation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffects:
-    """How much the loss minds each head, from one forward and one backward pass a batch.
+    """Compute the sensitivity of the loss to each head, in one backward pass for each batch.
 
     With a head's output o before the output projection, and `⟨o, ∂L/∂o⟩` summed over queries,
     features and the calls of its module in a forward pass, for each sample:
@@ -115,7 +115,7 @@ def ablation_scan(
     modules: Modules = None,
     report: Callable[[float], None] | None = None,
 ) -> HeadEffects:
-    """What the loss gains when each head is taken out on its own: one forward pass per head.
+    """Measure the change of the loss when each head is ablated alone: one forward pass per head.
 
     `ablation` is the mean over samples of the loss without the head less the loss with it; it is
     negative for a head that the loss is better off without.
@@ -128,7 +128,7 @@ def ablation_scan(
         modules: scan these alone: a pattern such as `"model.layers.1?.*"`, the number of a layer
             (2 or `"L2"`), a list of them, or a function that says of a module's qualified name
             whether it is meant.
-        report: is told, after every forward pass, what share is done.
+        report: called after every forward pass with the completed fraction.
 
     Raises:
         ValueError: a model in training mode, where dropout would drown the differences; a loss of
@@ -183,7 +183,7 @@ def ablation_scan(
 
 
 def _checked(losses: Tensor, said: str) -> Tensor:
-    """What `loss` gave, if it can be used."""
+    """Return the value of `loss`, if it is valid."""
     if not isinstance(losses, Tensor) or losses.dim() > 1 or not losses.is_floating_point():
         gave = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(

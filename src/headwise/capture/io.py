@@ -1,4 +1,4 @@
-"""What was seen, in a file: one of safetensors, whose header says in JSON which tensor is what."""
+"""Results in a safetensors file, with their structure in the header as JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write_tree(path: Path, content: Any) -> None:
 
 
 def read_tree(path: Path) -> Any:
-    """What `write_tree` wrote, its tensors on the CPU.
+    """Read a file of `write_tree`, with tensors on the CPU.
 
     Raises:
         OSError: there is no such file, or it is a folder.

@@ -1,4 +1,4 @@
-"""Models whose attention modules tell of their calls themselves: these are followed without hooks.
+"""Models whose attention modules report their calls themselves, captured without hooks.
 
 transformers' attention interface passes the module, and headwise's own layers tell of themselves.
 The first watch of a model follows it in full: hooks on all modules, a function mode that sees what
@@ -75,7 +75,7 @@ def known(model: nn.Module) -> Known | None:
 
 
 def learn(net: Net) -> None:
-    """Remember the model of a watch in which modules told of all attention themselves."""
+    """Remember the model of a watch whose modules reported all attention themselves."""
     model, names = net.names.model, net.names.names
     if not net.heard or not all(net.heard.values()) or net.names.left_out:
         return
@@ -116,7 +116,7 @@ def _implementations(modules: list[nn.Module]) -> list[object]:
 
 
 class _Started:
-    """Tells nets when modules of a class start and end, while any listens.
+    """Report to each watch when modules of a class start and end.
 
     The class's `__call__` is replaced meanwhile: hooks of a module's own would travel with copies,
     and those of all modules cost each of them.
@@ -163,7 +163,7 @@ class _Compiled(NamedTuple):
 
 
 class _Following(NamedTuple):
-    """A net that is told, what is known of its model, and what it does when that has changed."""
+    """A watch, the known facts on its model, and its reaction to a change of them."""
 
     net: Net
     about: Known

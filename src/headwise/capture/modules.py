@@ -1,4 +1,4 @@
-"""Whose call it is: the qualified names of the modules that are running."""
+"""Owners of a call: the qualified names of the running modules."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Forward:
 
     @property
     def leaf(self) -> bool:
-        """Whether the module has no parts: what it does, that around it does."""
+        """True if the module has no submodules: the module around it then acts for it."""
         return not has_parts(self.module)
 
 
@@ -108,7 +108,7 @@ class Names:
 
     @property
     def inside(self) -> bool:
-        """Whether a module of the model is running, in the thread that watches."""
+        """True if a module of the model is running in the watching thread."""
         return bool(self.stack) and self.here
 
     @property
@@ -123,7 +123,7 @@ class Names:
 
     @property
     def crosses(self) -> bool:
-        """Whether that module's name says that its keys are another sequence's."""
+        """True if the name of that module indicates cross-attention."""
         return self.crosses_in(self.stack[-1].module)
 
     def crosses_in(self, module: nn.Module) -> bool:
@@ -141,7 +141,7 @@ class Names:
         return self.names[id(forward.module)]
 
     def attends(self, forward: Forward) -> bool:
-        """Whether the class of the module is called an attention."""
+        """True if the class of the module is named attention."""
         return _called_attention("", forward.module)
 
     def name_of(self, module: nn.Module) -> str | None:
@@ -217,14 +217,14 @@ class Names:
             self._end(self.stack.pop(), output)
 
     def _here(self) -> bool:
-        """Whether this is a thread that is watched."""
+        """Return True for a watched thread."""
         here = threading.get_ident()
         if here not in self._threads and self._watching():
             self._threads.add(here)
         return here in self._threads
 
     def _of_another_task(self) -> bool:
-        """Whether this is an asyncio task that neither watches nor was started by one that does.
+        """Return True for an asyncio task that neither watches nor was started by one that does.
 
         Tasks of one thread take turns, so that another's calls come while this one waits.
         """
@@ -234,7 +234,7 @@ class Names:
         return watching is not None and not watching.done() and _task()() is not watching
 
     def why_nothing(self) -> str:
-        """Why no attention was seen, as a clause."""
+        """Return the reason why no attention was captured, as a clause."""
         if not self.calls and self._elsewhere:
             return "the model was called in another asyncio task than the one that watches"
         if not self.calls:
@@ -350,14 +350,14 @@ def told_heads(heads: Heads) -> Callable[[str], int | None]:
 
 
 def why_left_out(modules: Modules, attended: Iterable[str]) -> str:
-    """Why nothing was seen where modules attended and none of them was meant, as a clause."""
+    """Return the reason why nothing was captured if no attending module was selected."""
     names = [name or "''" for name in attended]
     asked = getattr(modules, "__name__", "…") if callable(modules) else repr(modules)
     return f"modules={asked} left out all that attended: {and_more(names, 5)}"
 
 
 def check_model(function: str, model: object) -> str:
-    """How errors of `function` quote the call: `watch(GPT, …)`.
+    """Return the quoted call of `function` for errors: `watch(GPT, …)`.
 
     Raises:
         ValueError: what is given as the model is no module.

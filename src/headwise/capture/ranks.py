@@ -1,4 +1,4 @@
-"""Which rank this process is, and which of a layer's heads lie on it (`DTensor`)."""
+"""The rank of this process, and the heads of a layer on it (`DTensor`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rank_of_all() -> int:
 
 
 def number_of_heads(*modules: nn.Module) -> int | None:
-    """Return how many query heads, on all ranks, the first of these modules that tells has."""
+    """Return the number of query heads on all ranks, from the first module that has it."""
     for module in modules:
         for owner in (module, getattr(module, "config", None)):
             for heads in (getattr(owner, name, None) for name in ("all_heads", *_HEADS)):
@@ -48,7 +48,7 @@ def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
 
 
 def _rank_of_rows(weight: Any) -> tuple[int, int]:
-    """Which part of the rows this rank has, and of how many."""
+    """Return the part of the rows on this rank, and the number of parts."""
     rank, ranks = 0, 1
     for axis, place in enumerate(weight.placements):
         if place.is_shard(0):

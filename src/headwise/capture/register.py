@@ -176,7 +176,7 @@ class _Meanings(MaskMemo):
         self._of: Any = WeakIdKeyDictionary()
 
     def of(self, given: Tensor, what: object, find: Any, reads: Any = ()) -> Any:
-        """`find()`, or what it gave when this tensor, with the same numbers, was asked about."""
+        """Cache `find()` for this tensor and its numbers."""
         copy, found = self._of.get(given, (None, {}))
         if copy is None or not copy.same(given):
             copy, found = Copy(given), {}

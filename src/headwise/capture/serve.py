@@ -119,7 +119,7 @@ class Accelerator(Net):
 
     @property
     def open(self) -> bool:
-        """Whether calls are to be served now; that somebody tells of one is no hindrance.
+        """Return True if calls are to be accelerated now, even inside a captured call.
 
         Those in a graph that is being compiled are left as they are.
         """
@@ -132,7 +132,7 @@ def accelerators() -> tuple[Net, ...]:
 
 
 def watched() -> bool:
-    """Whether a watch stands further out than the function mode that runs: it serves the call,
+    """Return True if an outer watch captures the call of the running function mode.
     with its statistics from the same pass."""
     outer = (mode.net for mode in modes() if isinstance(mode, Functions))
     return any(net.open for net in outer if not isinstance(net, Accelerator))
@@ -172,7 +172,7 @@ class Served(OnePass):
         return out
 
     def told(self, call: AttentionCall) -> AttentionCall:
-        """Return a call that a watch is told of, whose output this one makes."""
+        """Return a call for a watch, with the output of this one."""
         return replace(call, made=self.out, one_pass=self)
 
 
@@ -194,7 +194,7 @@ class Asked:
 
     @property
     def special(self) -> bool:
-        """Whether no function of PyTorch's computes it."""
+        """Return True if no function of PyTorch computes it."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -225,7 +225,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
 
 
 def _odd(asked: Asked) -> str:
-    """What keeps tensors from being read as numbers in memory; empty if nothing does."""
+    """Return the reason why tensors cannot be read as memory, or ""."""
     if traced():
         return "the call is traced"
     for x in (asked.q, asked.k, asked.v, asked.mask, asked.bias):
@@ -296,7 +296,7 @@ def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:
 
 
 def _all_see(mask: Mask, extent: Extent, device: torch.device) -> bool:
-    """Whether every query may attend to some key."""
+    """Return True if every query may attend to a key."""
     if mask.free:
         return True
     found = mask.key_ranges(extent, device)

@@ -1,4 +1,4 @@
-"""Hear of every attention call of a model, by whatever road it comes."""
+"""Capture every attention call of a model, by any of its routes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def catch(
     in_full: bool = True,
     refuse: bool = True,
 ) -> Iterator[Net]:
-    """Tell `listener` of every attention call that `model` makes in this thread.
+    """Call `listener` with every attention call that `model` makes in this thread.
 
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
     another thread; by default that is an error. Errors name the public `function` that listens.
@@ -126,7 +126,7 @@ def _follow_or_capture(net: Net, about: Known | None, stack: ExitStack, in_full:
 
 
 def _listen(net: Net, about: Known, stack: ExitStack) -> None:
-    """Hear of the calls that modules of a known model tell of themselves."""
+    """Capture the calls that modules of a known model report themselves."""
     inner = stack.enter_context(ExitStack())
 
     def changed() -> None:
@@ -160,7 +160,7 @@ def _follow(net: Net, stack: ExitStack) -> None:
 
 
 def _projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a projection: what it reads tells whose heads were joined."""
+    """Create a projection: its input determines whose heads were joined."""
     out = function(*args, **kwargs)
     net.projected(args[0] if args else kwargs["input"], out)
     return out

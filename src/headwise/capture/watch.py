@@ -22,7 +22,7 @@ from .modules import Heads, Modules, check_model, chosen, told_heads, why_left_o
 from .session import catch
 
 DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
-"""What `watch()` takes unless it is told: the log-sum-exp gives all of it for next to nothing."""
+"""The default of `watch()`: the log-sum-exp provides all of it almost for free."""
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Adapters: one foreign attention API a file, told in headwise's own terms."""
+"""Adapters: each file captures one foreign attention API in headwise's own terms."""

@@ -40,7 +40,7 @@ from .graphs import LISTENING, Listening, Site, uncompiled_module
 
 
 class _AsWritten:
-    """Has compiled code run as it is written while anybody watches, in whatever order they end."""
+    """Make compiled code run eagerly while any watch is active."""
 
     def __init__(self) -> None:
         self._lock, self._open = threading.Lock(), 0
@@ -79,7 +79,7 @@ _CURE = {
 
 
 def _cannot(function: str) -> str:
-    """What compiled code cannot be."""
+    """Return the reason why compiled code is refused."""
     return f"compiled code cannot be {'accelerated' if function == 'accelerate' else 'watched'}"
 
 

@@ -38,7 +38,7 @@ _MODULE = "torch.nn.attention.flex_attention"
 
 
 def flex_calls(net: Net) -> AbstractContextManager[None]:
-    """Hear of calls of `flex_attention`; nothing where its module is not loaded."""
+    """Capture calls of `flex_attention`; nothing if its module is not loaded."""
     return _FLEX.heard_by(net) if _MODULE in sys.modules else nullcontext()
 
 
@@ -74,7 +74,7 @@ _MASKS = uncompiled(_MASKS)
 
 
 def heard(**kwargs: Any) -> Any:
-    """Run the old code of `flex_attention` and tell of the call."""
+    """Run the old code of `flex_attention` and capture the call."""
     return _alone(_OLD.run, _tell, (), kwargs)
 
 
@@ -135,7 +135,7 @@ def _tell(
     scale: float | None,
     **_: Any,
 ) -> Any:
-    """Tell every net, those inside of what those outside have made of the output."""
+    """Report the call to every watch; inner ones get the output that outer ones made."""
     out = made = result if isinstance(result, Tensor) else result[0]
     k, v = (x.expand(len(query), -1, -1, -1) for x in (key, value))
     for net in _FLEX.nets:

@@ -370,7 +370,7 @@ def _zeros(example: Any) -> Any:
 
 
 _MOST = 2**24
-"""Of more numbers none is told from the others."""
+"""The number of consecutive integers that float32 can distinguish."""
 
 
 def _numbers(like: Tensor) -> Tensor:
@@ -407,7 +407,7 @@ def _size(given: Any) -> Any:
 
 
 def _order(graph: fx.GraphModule) -> fx.Node:
-    """Return the node of a tensor that the operator is said to write."""
+    """Return the node of a tensor that the operator is declared to write."""
     name = "headwise_order"
     add_buffer(graph, name, torch.zeros((), dtype=torch.int32))
     with graph.graph.inserting_before(next(iter(graph.graph.nodes))):

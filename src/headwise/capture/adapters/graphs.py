@@ -38,7 +38,7 @@ from .transformers import projection_of
 # ── the operator ────────────────────────────────────────────────────────────────────────────────
 
 _LIBRARY = torch.library.Library("headwise", "FRAGMENT")
-# It is said to write `order`, which keeps the calls in the graph and in their order.
+# It is declared to write `order`, which keeps the calls in the graph and in their order.
 _LIBRARY.define(
     "captured(Tensor q, Tensor k, Tensor v, Tensor out, Tensor?[] terms, SymInt[] numbers, "
     "float[] scale, Tensor? weight, Tensor(a!) order, int site) -> ()",
@@ -113,14 +113,14 @@ class Listening:
             self._name_missing()
 
     def _name_missing(self) -> None:
-        """Leave out modules that are called an attention and of which no graph told anything."""
+        """Leave out modules that are named attention and were not reported by any graph."""
         told = {*self.net.heard, *self.net.names.left_out}
         for name in attending(self.model) if self.net.heard else ():
             if not any(_related(name, other) for other in told):
                 self.net.names.left_out[name] = _MISSING
 
     def emit(self, site: Site, given: Given) -> None:
-        """Let the net hear of a call that a graph has made, if a module of its model did."""
+        """Report a call that a graph has made, if a module of the model did."""
         names = self.net.names
         module = self._module(site, given.weight)
         if module is None:

@@ -18,7 +18,7 @@ from ..parts import Waiting
 
 
 def own_calls(net: Net) -> AbstractContextManager[None]:
-    """Hear of the calls of `MultiHeadAttention`, `attend()` and `observe()`."""
+    """Capture the calls of `MultiHeadAttention`, `attend()` and `observe()`."""
     return _CALLS.heard_by(net)
 
 
@@ -31,7 +31,7 @@ _CALLS = Replaced(_listen)
 
 
 def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tensor:
-    """Tell every net, those inside of what those outside have made of the output."""
+    """Report the call to every watch; inner ones get the output that outer ones made."""
     source = heard.HERE.source
     layer = None if source is None else source.layer
 

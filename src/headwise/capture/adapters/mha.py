@@ -35,7 +35,7 @@ _FORWARD: Any = F.multi_head_attention_forward
 def multi_head_attention_forward(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The composite function; its `scaled_dot_product_attention` or softmax tells of the heads."""
+    """The composite function; its `scaled_dot_product_attention` or softmax reports the heads."""
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     if named.get("need_weights", True) and not watched():
         note(_ROAD, _WEIGHTS)
@@ -232,7 +232,7 @@ class _Fused:
         road: str,
         served: Served | None,
     ) -> Tensor | None:
-        """Tell of the heads, and give what takes the place of their outputs, if anything does."""
+        """Report the heads, and return the replacement of their outputs, if any."""
         mask = self.mask
         if self.own:
             mask = without_padding(mask, extent_of(self.q, self.k, self.v), self.q.device)

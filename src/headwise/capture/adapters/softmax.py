@@ -56,7 +56,7 @@ def checksum(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """What a tensor held when it was remembered."""
+    """The content of a tensor at the time it was remembered."""
 
     version: int
     sums: Tensor | None
@@ -68,7 +68,7 @@ class _Held:
         return cls(version(x), checksum(x) if plain else None)
 
     def still(self, x: Tensor) -> bool:
-        """Whether the tensor holds the same now."""
+        """True if the content of the tensor has not changed."""
         if self.version != version(x):
             return False
         return self.sums is None or torch.equal(self.sums, checksum(x))
@@ -163,7 +163,7 @@ def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What probabilities may pass through and still be those of the same keys."""
+    """Run an operation after which probabilities are still those of the same keys."""
     found = _known(net, args[0]) if args else None
     result = function(*args, **kwargs)
     if found is not None:
@@ -185,7 +185,7 @@ def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _known(net: Net, p: Any) -> _Softmax | None:
-    """What is remembered of probabilities that have not changed since."""
+    """Return the record of probabilities that have not changed since."""
     found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
     return found if found is not None and found.held.still(p) else None
 
@@ -199,18 +199,18 @@ def _pass_on(net: Net, found: _Softmax, p: Tensor, held: _Held | None = None) ->
 
 
 def _scales(function: Any, others: list[Any]) -> bool:
-    """Whether this multiplies by what is the same for all keys."""
+    """Return True if this multiplies all keys by the same."""
     if function not in _PRODUCTS:
         return False
     return not any(isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1 for x in others)
 
 
 def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
-    """Whether all queries that may attend to a key have kept their probabilities."""
+    """Return True if all queries with a visible key have kept their probabilities."""
     if result.shape != p.shape or not found.held.still(p):  # changed by `out=`
         return False
     dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
-    return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN tells nothing
+    return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN is no evidence
 
 
 def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +245,7 @@ def _turned(net: Net, x: Tensor) -> Tensor | None:
 
 
 def _attends(net: Net, p: Any) -> _Softmax | None:
-    """What is remembered of probabilities, if they are still the softmax of their scores."""
+    """Return the record of probabilities that are still the softmax of their scores."""
     found = _known(net, p)
     return found if found is not None and found.before.still(found.scores) else None
 
@@ -329,7 +329,7 @@ def _tell(
     shared: Sequence[bool],
     queries_first: bool = False,
 ) -> Tensor | None:
-    """Tell of attention with these probabilities; `out` has their order of axes.
+    """Report attention with these probabilities; `out` has their order of axes.
 
     Heads of a group have axes of their own, which share the `values`. The product itself may have
     its `queries_first`.

@@ -86,7 +86,7 @@ def _of_sequences(edges: Tensor, left: int, right: int) -> Mask:
 
 
 def _of_window(queries: int, keys: int, left: int, right: int, device: torch.device) -> Mask:
-    """Of one sequence, counted from its end."""
+    """Return the mask of a window in one sequence, counted from its end."""
     if (left, right) == (-1, 0):
         return Causal()
     here = torch.arange(queries, device=device) + keys - queries
