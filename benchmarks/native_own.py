@@ -44,12 +44,12 @@ def forward_calls(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
     assert lse is not None
 
     def seeing() -> Any:
-        return KERNEL.observe(Call.of(q, k, v, mask=mask), cpu.FIGURES)
+        return KERNEL.observe(Call.of(q, k, v, mask=mask), cpu.STATISTICS)
 
     calls: dict[str, Work] = {
         NATIVE: partial(hw.attend, q, k, v, mask=mask, backend="native"),
         SEEING: seeing,
-        SCORES: lambda: KERNEL.figures(Call.of(q, k, v, mask=mask), cpu.FIGURES),
+        SCORES: lambda: KERNEL.statistics(Call.of(q, k, v, mask=mask), cpu.STATISTICS),
         COLUMNS: lambda: KERNEL.received(Call.of(q, k, v, mask=mask), lse),
         SDPA: partial(F.scaled_dot_product_attention, q, k, v, is_causal=shape.causal),
     }

@@ -35,7 +35,7 @@ from headwise.capture import serve
 from headwise.core import call as calls
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops, triton_api
-from headwise.kernels.interface import FIGURES, Problem
+from headwise.kernels.interface import STATISTICS, Problem
 from headwise.stats import sampling
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def _attention(
 
 def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
     """Launch a Triton kernel: the numbers come from the C++ kernel."""
-    problem = tree_map(_inner, problem._replace(images=None))
+    problem = tree_map(_inner, problem._replace(structs=None))
     if problem.v is not None and problem.v.dtype != problem.q.dtype:  # as of block maps
         wide = {name: getattr(problem, name).float() for name in "qkv"}
         problem = problem._replace(**wide)
@@ -266,24 +266,24 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
     if name == "forward":
         if given["on"] is not None and not int(given["on"]):
             return
-        figures = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+        figures = dict(zip(STATISTICS, cpu.forward(problem, 127)[1:], strict=True))
         if known:
             torch.testing.assert_close(given["lse"], figures["lse"], rtol=1e-2, atol=1e-2)
         found = {f"{key}_out": x for key, x in figures.items()}
         found["out"] = None if problem.v is None else cpu.forward(problem, 1)[0]
-        found["top_out"], found["total_out"] = figures["lse"], torch.ones(())
+        found["base_out"], found["total_out"] = figures["lse"], torch.ones(())
         for key, x in found.items():
             if given[key] is not None:
                 given[key].copy_(x)
     elif name == "sampled":
-        figures = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+        figures = dict(zip(STATISTICS, cpu.forward(problem, 127)[1:], strict=True))
         for key, x in figures.items():
             if given[f"{key}_out"] is not None:
                 given[f"{key}_out"].copy_(x[..., given["chosen"]])
             if f"every_{key}" in given:
                 given[f"every_{key}"].copy_(x)
     elif name == "columns":
-        lse = given["top"] + given["total"].log()
+        lse = given["base"] + given["total"].log()
         found = cpu.sums(problem, lse, given["weight"], True, None)[0]
         given["received"].copy_(found)
     else:

@@ -99,9 +99,9 @@ def test_a_watched_call_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     forward = cpu.forward
 
-    def counted(problem: Any, wishes: int) -> Any:
+    def counted(problem: Any, needs: int) -> Any:
         made.append(problem.v is not None)
-        return forward(problem, wishes)
+        return forward(problem, needs)
 
     monkeypatch.setattr(cpu, "forward", counted)
     model, x = Attention(), torch.randn(B, T, E)

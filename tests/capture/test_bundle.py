@@ -35,10 +35,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     heads: list[int] = []
     run = ctypes_api.forward
 
-    def spy(problem: Any, wishes: int) -> Any:
+    def spy(problem: Any, needs: int) -> Any:
         if problem.v is None:
             heads.append(problem.q.shape[1])
-        return run(problem, wishes)
+        return run(problem, needs)
 
     monkeypatch.setattr(ctypes_api, "forward", spy)
     return heads

@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.kernels.ctypes_api import FIGURES
+from headwise.kernels.ctypes_api import STATISTICS
 
 from .rounding import (
     FLUSHED,
@@ -87,7 +87,7 @@ class Bounds:
     def held(self, name: str) -> Tensor:
         """Where a result must keep its bound: not where scores overflow."""
         rows, shape = ~self.overflow, self.found[name].shape
-        if name in ("out", *FIGURES):
+        if name in ("out", *STATISTICS):
             return rows.view(*rows.shape, *[1] * (len(shape) - 3)).expand(shape)
         heads = rows.all(-1)
         return heads.view(*heads.shape, *[1] * (len(shape) - 2)).expand(shape)

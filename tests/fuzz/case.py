@@ -12,12 +12,12 @@ from headwise.backends import Call
 from headwise.core.mask_algebra import Mask, Rows
 from headwise.core.masks import as_mask
 from headwise.core.shapes import Extent
-from headwise.kernels.ctypes_api import FIGURES
+from headwise.kernels.ctypes_api import STATISTICS
 
 from .mask_parts import Parts, in_double, mask_of
 from .numbers import DTYPES, LAYOUTS, generator, numbers
 
-DIFFERENTIABLE = ("out", *(name for name in FIGURES if name != "max"))
+DIFFERENTIABLE = ("out", *(name for name in STATISTICS if name != "max"))
 """What a call gives that has a gradient."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwise.kernels.ctypes_api import FIGURES
+from headwise.kernels.ctypes_api import STATISTICS
 
 from .case import DIFFERENTIABLE, Case
 from .mask_parts import ADDING, ALLOWING, Parts
@@ -75,7 +75,7 @@ def drawn(choose: Choose, seed: int) -> Case:
         kinds=tuple(choose(f"kind of {x}", kinds) for x in "qkv"),  # type: ignore[arg-type]
         layouts=tuple(choose(f"layout of {x}", layouts) for x in "qkv"),  # type: ignore[arg-type]
         few=choose("few", (False,) * 7 + (True,)),
-        figures=_some(choose, "figures", FIGURES[1:]),
+        figures=_some(choose, "figures", STATISTICS[1:]),
         output=output,
         incoming=_some(choose, "incoming", DIFFERENTIABLE[0 if output else 1 :]),
         incoming_kind=choose("kind of incoming", ("normal", *(TAME if tame else KINDS))),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import ctypes_api as cpu
-from headwise.kernels.ctypes_api import FIGURES, Problem
+from headwise.kernels.ctypes_api import STATISTICS, Problem
 
 Found = list[Tensor | None]
 Forward = Callable[..., Found]
@@ -54,7 +54,7 @@ def _terms(**change: Callable[[Problem], Any]) -> Callable[[Forward], Forward]:
 
 def _given(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Forward], Forward]:
     """A result that comes out changed."""
-    place = ("out", *FIGURES).index(name)
+    place = ("out", *STATISTICS).index(name)
 
     def wrong(kernel: Forward) -> Forward:
         def run(*args: Any) -> Found:
@@ -104,8 +104,8 @@ def _but_the_last(problem: Problem) -> Tensor:
 def _unshrunk(kernel: Forward) -> Forward:
     """Sums of an earlier block that stay relative to its own largest score."""
 
-    def run(problem: Problem, wishes: int) -> Found:
-        found = kernel(problem, wishes)
+    def run(problem: Problem, needs: int) -> Found:
+        found = kernel(problem, needs)
         keys, terms = problem.k.shape[2], problem.terms
         if keys < 4 or terms.low is not None or terms.high is not None:
             return found
@@ -149,7 +149,7 @@ def _of_one_head(x: Tensor, problem: Problem) -> Tensor:
 def _swapped(kernel: Forward) -> Forward:
     def run(*args: Any) -> Found:
         found = kernel(*args)
-        a, b = (1 + FIGURES.index(name) for name in ("previous", "self"))
+        a, b = (1 + STATISTICS.index(name) for name in ("previous", "self"))
         if found[a] is not None and found[b] is not None:
             found[a], found[b] = found[b], found[a]
         return found
@@ -237,9 +237,9 @@ FAULTS: dict[str, Fault] = {
     "an output that depends on figures": Fault(
         "forward",
         lambda kernel: (
-            lambda problem, wishes: [
-                x if i or x is None or wishes == 1 else x * 1.5
-                for i, x in enumerate(kernel(problem, wishes))
+            lambda problem, needs: [
+                x if i or x is None or needs == 1 else x * 1.5
+                for i, x in enumerate(kernel(problem, needs))
             ]
         ),
         ("out",),

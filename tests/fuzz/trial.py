@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.backends.native import Native
 from headwise.core.call import check_scores
 from headwise.kernels import ctypes_api as cpu
-from headwise.kernels.ctypes_api import BFLOAT16_ONLY, FIGURES
+from headwise.kernels.ctypes_api import BFLOAT16_ONLY, STATISTICS
 
 from .bounds import Bounds
 from .case import Case, Inputs
@@ -104,10 +104,10 @@ def everything(inputs: Inputs) -> Results:
     """All that the case asks for, in memory that was full of NaN."""
     case, native, call = inputs.case, Native(), inputs.call(grad=True)
     with poisoned():
-        wishes = {*case.figures, *case.incoming} - {"out"}
-        figures = (native.observe if case.output else native.figures)(call, wishes)
+        needs = {*case.figures, *case.incoming} - {"out"}
+        figures = (native.observe if case.output else native.statistics)(call, needs)
         check_scores(call, figures.lse)
-        found = {n: getattr(figures, n) for n in ("out", *FIGURES)}
+        found = {n: getattr(figures, n) for n in ("out", *STATISTICS)}
         found = {n: x for n, x in found.items() if x is not None}
         gradients = _gradients(inputs, call, found)
         found = {n: x.detach() for n, x in found.items()}

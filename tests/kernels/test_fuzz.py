@@ -19,7 +19,7 @@ from fuzz.trial import Wrong, check, units
 from headwise.backends import Call
 from headwise.backends.native import Native
 from headwise.kernels import ctypes_api as cpu
-from headwise.kernels.ctypes_api import FIGURES
+from headwise.kernels.ctypes_api import STATISTICS
 
 needs_library = pytest.mark.skipif(not units() and not in_ci(), reason=cpu.why_not())
 derandomized = settings(
@@ -92,11 +92,11 @@ def far(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 def everything_of(q, k, v, bias, table):
     call = Call.of(q, k, v, mask=hw.Bias(bias) & hw.Dense(table))
-    seen = Native().observe(call, FIGURES[1:])
+    seen = Native().observe(call, STATISTICS[1:])
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = Native().run(call.with_(q=leaves[0], k=leaves[1], v=leaves[2]))[0]
     grads = torch.autograd.grad(out, leaves, torch.ones(()).expand(out.shape).to(out.dtype))
-    found = [getattr(seen, name).detach() for name in ("out", *FIGURES)]
+    found = [getattr(seen, name).detach() for name in ("out", *STATISTICS)]
     return [*found, *grads, Native().received(call, seen.lse)]
 
 

@@ -19,7 +19,7 @@ import headwise as hw
 from headwise.backends import native_masks
 from headwise.backends.native import Native
 from headwise.core.call import Call
-from headwise.kernels.interface import FIGURES
+from headwise.kernels.interface import STATISTICS
 from simulated_gpu import Count, simulated
 
 SIX = (
@@ -135,7 +135,7 @@ def test_the_kernels_own_part(gpu: Count, name: str) -> None:
     """All figures in one launch, into one tensor; a mask of lengths takes nothing beside it."""
     mask = hw.Causal() if name == "causal" else padded()
     call = Call.of(*qkv(), mask=mask)
-    figures = [figure for figure in FIGURES if figure != "lse"]
+    figures = [figure for figure in STATISTICS if figure != "lse"]
     gpu.clear()
     given = Native().observe(call, figures)
     assert len(gpu.kernels) == (2 if name == "causal" else 1), str(gpu)

@@ -24,7 +24,7 @@ from ci import in_ci
 from headwise.backends import Call
 from headwise.backends import native as native_module
 from headwise.backends.blocked import Eager
-from headwise.backends.native import Figures, Native
+from headwise.backends.native import RowStatistics, Native
 from headwise.backends.native_masks import TABLE_LIMIT, table_bytes, terms_of
 from headwise.backends.sdpa import Sdpa
 from headwise.core.index import grid
@@ -222,7 +222,7 @@ def whole(call: Call) -> Definition:
     )
 
 
-def defined(call: Call) -> Figures:
+def defined(call: Call) -> RowStatistics:
     """All figures as the textbook would compute them, from the whole matrix."""
     full = whole(call)
     p, alive = full.weights, full.allowed.any(-1)
@@ -243,7 +243,7 @@ def defined(call: Call) -> Figures:
         (p * (chosen & torch.ones_like(full.allowed))).sum(-1)
         for chosen in (torch.arange(call.extent.keys) == 0, away == -1, away == 0)
     ]
-    return Figures(full.out, lse, full.logits.amax(-1), entropy, (p * away).sum(-1), *masses)
+    return RowStatistics(full.out, lse, full.logits.amax(-1), entropy, (p * away).sum(-1), *masses)
 
 
 def peer(call: Call) -> tuple[Tensor, Tensor]:
@@ -261,8 +261,8 @@ def close(
         raise AssertionError(f"{name}: {error}") from error
 
 
-def all_close(got: Figures, plain: Figures, exact: Figures, call: Call) -> None:
-    for name in ("out", *cpu.FIGURES):
+def all_close(got: RowStatistics, plain: RowStatistics, exact: RowStatistics, call: Call) -> None:
+    for name in ("out", *cpu.STATISTICS):
         dtype = call.q.dtype if name == "out" else torch.float32
         unit, own = max(1.0, largest_score(call)), 0.0
         if name == "out":  # a score summed up in another order moves its weight by as much
@@ -279,8 +279,8 @@ def largest_score(call: Call) -> float:
     return abs(call.scale) * float((q @ k.mT).amax())
 
 
-def fields(figures: Figures) -> dict[str, Tensor | None]:
-    return {name: getattr(figures, name) for name in ("out", *cpu.FIGURES)}
+def fields(figures: RowStatistics) -> dict[str, Tensor | None]:
+    return {name: getattr(figures, name) for name in ("out", *cpu.STATISTICS)}
 
 
 # ── forward ─────────────────────────────────────────────────────────────────────────────────────
@@ -293,8 +293,8 @@ def test_output_and_figures_are_as_exact_as_those_of_torch(instructions: str, ca
     call = case.call()
     assert Native().refuse(call) == []
     with cpu.instructions(instructions):
-        got = Native().observe(call, cpu.FIGURES)
-        alone = Native().figures(call, cpu.FIGURES)
+        got = Native().observe(call, cpu.STATISTICS)
+        alone = Native().statistics(call, cpu.STATISTICS)
     exact, plain = defined(case.call(torch.float64)), defined(call)
     out, lse = peer(call)
     plain = replace(plain, out=out, lse=lse)
@@ -309,7 +309,7 @@ def test_output_and_figures_are_as_exact_as_those_of_torch(instructions: str, ca
 def test_figures_worked_out_by_hand() -> None:
     q = k = torch.zeros(1, 1, 4, 3)
     v = torch.arange(4.0).view(1, 1, 4, 1)
-    seen = Native().observe(Call.of(q, k, v, mask=hw.Causal()), cpu.FIGURES)
+    seen = Native().observe(Call.of(q, k, v, mask=hw.Causal()), cpu.STATISTICS)
     got = {name: x.flatten().tolist() for name, x in fields(seen).items() if x is not None}
     third = pytest.approx(1 / 3)
     assert got["out"] == pytest.approx([0.0, 0.5, 1.0, 1.5])
@@ -333,7 +333,7 @@ def test_seeing_changes_no_bit(instructions: str, case: Case) -> None:
     call, native = case.call(), Native()
     with cpu.instructions(instructions):
         out, lse = native.run(call)
-        every = native.observe(call, cpu.FIGURES)
+        every = native.observe(call, cpu.STATISTICS)
         some = native.observe(call, ("max", "first"))
     for seen in (every, some):
         assert torch.equal(seen.out, out)
@@ -347,7 +347,7 @@ def test_rows_that_see_nothing(instructions: str) -> None:
     case = Case(queries=130, keys=70, sinks=True)  # the first 60 queries stand before every key
     call = case.call(requires_grad=True)
     with cpu.instructions(instructions):
-        seen = Native().observe(call, cpu.FIGURES)
+        seen = Native().observe(call, cpu.STATISTICS)
         sum(x.masked_fill(x == -torch.inf, 0).sum() for x in fields(seen).values()).backward()
     for name, x in fields(seen).items():
         of_nothing = -torch.inf if name in ("lse", "max") else 0.0
@@ -408,7 +408,7 @@ def test_scores_of_any_size(instructions: str, size: float) -> None:
     call, wide = case.call(), case.call(torch.float64)
     call, wide = (c.with_(q=c.q * size) for c in (call, wide))
     with cpu.instructions(instructions):
-        got = Native().observe(call, cpu.FIGURES)
+        got = Native().observe(call, cpu.STATISTICS)
     all_close(got, defined(call), defined(wide), call)
 
 
@@ -456,7 +456,7 @@ def test_sampled_queries_are_those_of_the_whole_call(mask: str) -> None:
         extent=replace(call.extent, queries=len(few)),
     )
     assert Native().refuse(part) == []
-    whole_call, sampled = (fields(Native().observe(c, cpu.FIGURES)) for c in (call, part))
+    whole_call, sampled = (fields(Native().observe(c, cpu.STATISTICS)) for c in (call, part))
     for name, x in sampled.items():
         torch.testing.assert_close(x, whole_call[name][:, :, few], rtol=1e-5, atol=1e-5, msg=name)
     both = part.with_(mask=part.mask & Rows(hw.Window(5), few, call.extent))
@@ -470,7 +470,7 @@ def test_sampled_queries_are_those_of_the_whole_call(mask: str) -> None:
 DIFFERENTIABLE = ("out", "lse", "entropy", "ahead", "first", "previous", "self")
 
 
-def loss(figures: Figures, names: tuple[str, ...]) -> Tensor:
+def loss(figures: RowStatistics, names: tuple[str, ...]) -> Tensor:
     """Every figure times numbers of its own; dead rows have none."""
     total = torch.zeros((), dtype=torch.float64)
     for number, name in enumerate(names):
@@ -503,7 +503,7 @@ def test_gradients_are_as_exact_as_those_of_torch(
         case.call(dtype, requires_grad=True) for dtype in (None, None, torch.float64)
     )
     chosen = tuple(names)
-    see = Native().observe if "out" in chosen else Native().figures
+    see = Native().observe if "out" in chosen else Native().statistics
     with cpu.instructions(instructions):
         got = gradients(call, loss(see(call, set(chosen) - {"out"}), chosen))
     exact = gradients(wide, loss(defined(wide), chosen))
@@ -589,7 +589,7 @@ def everything(case: Case) -> list[Tensor]:
     """All that the kernel gives for a case."""
     call = case.call(requires_grad=True)
     native, e = Native(), call.extent
-    seen = native.observe(call, cpu.FIGURES)
+    seen = native.observe(call, cpu.STATISTICS)
     found = gradients(call, loss(seen, DIFFERENTIABLE))
     found += [x.detach() for x in fields(seen).values() if x is not None]
     lse = seen.lse.detach()
@@ -819,10 +819,10 @@ def test_operators_are_what_they_say() -> None:
     case = Case(queries=5, keys=7, dim=8, wide=4, mask="padding", sinks=True)
     call = case.call(requires_grad=True)
     q, k, v, sinks, terms, scale, softcap, *dropout, _ = native_module._problem(call, call.v)
-    wishes = sum(cpu_ops.BIT.values())
+    needs = sum(cpu_ops.BIT.values())
     torch.library.opcheck(
         torch.ops.headwise.native_forward.default,
-        (q, k, v, sinks, *terms, scale, softcap, *dropout, wishes, wishes),
+        (q, k, v, sinks, *terms, scale, softcap, *dropout, needs, needs),
     )
     lse = Native().run(call)[1].detach()
     blocks = (torch.arange(5) // 2, torch.arange(7) // 3, 3)
@@ -842,7 +842,7 @@ def step(q, k, sinks, mask):
     call = Call.of(q, k, k, mask=mask, sinks=sinks)
     assert not native.refuse(call)
     seen = native.observe(call, ("entropy", "max", "ahead", "self"))
-    alone = native.figures(call, ("entropy",))
+    alone = native.statistics(call, ("entropy",))
     received = native.received(call, seen.lse)
     blocks = native.block_map(call, seen.lse, torch.arange(7) // 4, torch.arange(11) // 4, 3)
     return (seen.out, seen.lse, seen.entropy, seen.ahead, seen.self, alone.entropy, seen.max,

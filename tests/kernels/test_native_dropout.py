@@ -126,12 +126,12 @@ def test_figures_are_those_without_dropout(name: str, instructions: str) -> None
     # As calls of blocks of queries too: those with dropout never take the way of decoding.
     call = replace(call, q=call.q[..., :15], k=call.k[..., :15], prepared=None)
     with cpu.instructions(instructions):
-        dropped = Native().observe(call, cpu.FIGURES)
-        plain = Native().observe(replace(call, dropout=0.0), cpu.FIGURES)
+        dropped = Native().observe(call, cpu.STATISTICS)
+        plain = Native().observe(replace(call, dropout=0.0), cpu.STATISTICS)
         assert dropped.out is not None
         assert plain.out is not None
         assert not torch.equal(dropped.out, plain.out)
-        for figure in cpu.FIGURES:
+        for figure in cpu.STATISTICS:
             assert torch.equal(getattr(dropped, figure), getattr(plain, figure)), figure
         assert dropped.lse is not None
         received = (Native().received(x, dropped.lse) for x in (call, replace(call, dropout=0.0)))
@@ -200,7 +200,7 @@ def test_gradients_are_the_definitions_with_the_same_mask(
 @every_set
 def test_figures_have_their_gradients_beside_dropout(instructions: str) -> None:
     """Of all figures at once, and a second derivative: both by way of the definition."""
-    wished = [name for name in cpu.FIGURES if name != "max"]
+    wished = [name for name in cpu.STATISTICS if name != "max"]
     found: list[list[Tensor]] = []
     for again in (False, True):
         call, wanted = leaves(call_of("sinks", torch.float32, wide=9, dropout=0.2, sinks=None))
@@ -305,9 +305,9 @@ def operands(call: Call) -> Iterable[Any]:
 
 def test_the_operator_is_what_it_says() -> None:
     call = leaves(call_of("padding", torch.float32, wide=4, mask=as_mask(hw.Causal())))[0]
-    wishes = sum(cpu_ops.BIT.values())
+    needs = sum(cpu_ops.BIT.values())
     torch.library.opcheck(
-        torch.ops.headwise.native_forward.default, (*operands(call), wishes, wishes)
+        torch.ops.headwise.native_forward.default, (*operands(call), needs, needs)
     )
 
 

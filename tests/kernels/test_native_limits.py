@@ -199,8 +199,8 @@ def test_tensors_with_other_peoples_memory(where: str, kind: Callable[[Tensor], 
     call = Case(sinks=True).call()
     x = getattr(call, where)
     plain = -x if kind is torch._neg_view else x
-    got = Native().observe(call.with_(**{where: kind(x)}), cpu.FIGURES)
-    want = Native().observe(call.with_(**{where: plain}), cpu.FIGURES)
+    got = Native().observe(call.with_(**{where: kind(x)}), cpu.STATISTICS)
+    want = Native().observe(call.with_(**{where: plain}), cpu.STATISTICS)
     for name, a in fields(got).items():
         assert torch.equal(a, fields(want)[name]), name
 
@@ -267,7 +267,7 @@ sizes = pytest.mark.parametrize(("queries", "keys"), SIZES.values(), ids=SIZES)
 def as_defined(call: Call, weights: dict[str, Tensor] | None = None) -> None:
     """Compare figures, gradients and sums with those of the definition in float32."""
     native, plain = Native(), defined(call)
-    got = native.observe(call, cpu.FIGURES)
+    got = native.observe(call, cpu.STATISTICS)
     for name, a in fields(got).items():
         b = getattr(plain, name)
         scale = call.extent.keys if name == "ahead" else 1.0
@@ -321,7 +321,7 @@ def test_products_of_any_size(instructions: str, queries: int, keys: int, scale:
     q[:, :, ::2] *= -1
     call = call.with_(q=q.requires_grad_(), k=k.requires_grad_())
     with cpu.instructions(instructions):
-        got = Native().observe(call, cpu.FIGURES)
+        got = Native().observe(call, cpu.STATISTICS)
         grads = torch.autograd.grad(got.out.sum(), [call.q, call.k, call.v])
     plain = defined(call)
     for name, a in fields(got).items():
@@ -362,7 +362,7 @@ def test_what_is_no_number_is_no_overflow(
     q, k = torch.ones(1, 1, queries, 8), torch.ones(1, 1, keys, 8)
     q[0, 0, 1, 0] = number
     with cpu.instructions(instructions):
-        seen = Native().observe(Call.of(q, k, k), cpu.FIGURES)
+        seen = Native().observe(Call.of(q, k, k), cpu.STATISTICS)
     for name, x in fields(seen).items():
         if name != "max":
             assert bool(x[:, :, 1].isnan().all()), name
@@ -618,7 +618,7 @@ def second(call: Call, figures: object, names: tuple[str, ...]) -> list[Tensor]:
 def test_second_derivatives_are_those_of_the_definition(mask: str, names: tuple[str, ...]) -> None:
     case = Case(queries=6, keys=9, mask=mask, sinks=True, softcap=4.0)
     call = case.call(requires_grad=True)
-    see = Native().observe if "out" in names else Native().figures
+    see = Native().observe if "out" in names else Native().statistics
     got = second(call, see(call, set(names) - {"out"}), names)
     want = second(call, defined(call), names)
     for name, a, b in zip(("q", "k", "v", "sinks"), got, want, strict=True):

@@ -11,13 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops
-from headwise.kernels.interface import FIGURES, Problem, Terms
+from headwise.kernels.interface import STATISTICS, Problem, Terms
 from headwise.kernels.torch_ops import BIT
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.why_not())
 
 WISHES = BIT["entropy"] | BIT["max"] | BIT["self"]
-NAMES = [name for name in FIGURES if WISHES & BIT[name]]
+NAMES = [name for name in STATISTICS if WISHES & BIT[name]]
 
 
 def problem(sinks: Tensor | None = None, **terms: Any) -> Problem:
@@ -28,7 +28,7 @@ def problem(sinks: Tensor | None = None, **terms: Any) -> Problem:
 @pytest.mark.parametrize("sunk", [False, True])
 def test_what_is_written(sunk: bool) -> None:
     call = problem(torch.randn(4) if sunk else None, window=7)
-    want = dict(zip(FIGURES, cpu.forward(call, 127)[1:], strict=True))
+    want = dict(zip(STATISTICS, cpu.forward(call, 127)[1:], strict=True))
     layers = torch.full((3, len(NAMES), 2, 4, 30), torch.nan)
     torch_ops.statistics(call, WISHES, layers[1], want["lse"])
     for name, got in zip(NAMES, layers[1], strict=True):

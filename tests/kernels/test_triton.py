@@ -18,7 +18,7 @@ from headwise.core.call import as_mask
 from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import triton_api as cuda
-from headwise.kernels.interface import FIGURES, Problem, Terms
+from headwise.kernels.interface import STATISTICS, Problem, Terms
 from headwise.kernels.torch_ops import BIT, DIFFERENTIABLE
 from support import MASKS_WITH_POSITIONS, B, H
 
@@ -79,9 +79,9 @@ def assert_equal(problem: Problem) -> None:
     assert v is not None
     dtype, (t, s) = q.dtype, (q.shape[2], k.shape[2])
     want = cpu.forward(problem, 127)
-    for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
+    for name, got, right in zip(("out", *STATISTICS), cuda.forward(problem, 127), want, strict=True):
         assert_near(got, right, dtype, name)
-    figures = dict(zip(FIGURES, want[1:], strict=True))
+    figures = dict(zip(STATISTICS, want[1:], strict=True))
     assert_statistics_equal(problem, figures)
     figures = {name: figures[name] for name in DIFFERENTIABLE}
     for with_out in (True, False):
@@ -105,7 +105,7 @@ def assert_equal(problem: Problem) -> None:
 
 def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) -> None:
     """What is written in one launch from the log-sum-exp of another kernel."""
-    names = FIGURES[1:]
+    names = STATISTICS[1:]
     into = torch.full((len(names), *problem.q.shape[:3]), torch.nan)
     cuda.statistics(problem._replace(v=None), sum(BIT[x] for x in names), into, want["lse"])
     for name, got in zip(names, into, strict=True):
@@ -116,7 +116,7 @@ def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) ->
 def test_some_figures_and_none(known: bool) -> None:
     q, k = torch.randn(B, H, 9, 16), torch.randn(B, 3, 20, 16)
     problem = Problem(q, k, None, None, Terms(offset=11, causal=True), 0.25, 0.0)
-    want = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    want = dict(zip(STATISTICS, cpu.forward(problem, 127)[1:], strict=True))
     wished, into = BIT["entropy"] | BIT["self"], torch.full((2, B, H, 9), torch.nan)
     for on in (0, 1):
         assert into.isnan().all(), "it is off"
@@ -138,7 +138,7 @@ def test_heads_whose_memory_is_far_apart() -> None:
         x.copy_(torch.randn(x.shape))
     problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
     want = cpu.forward(problem._replace(q=q.contiguous(), k=k.contiguous()), 127)
-    for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
+    for name, got, right in zip(("out", *STATISTICS), cuda.forward(problem, 127), want, strict=True):
         assert_near(got, right, q.dtype, name)
 
 
@@ -147,7 +147,7 @@ def test_rows_that_are_no_numbers() -> None:
     q[0, 0, 3] = torch.nan
     q[0, 1, 30] = torch.inf
     problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
-    want = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    want = dict(zip(STATISTICS, cpu.forward(problem, 127)[1:], strict=True))
     into = torch.zeros(3, 1, 2, 40)
     asked = BIT["entropy"] | BIT["ahead"] | BIT["first"]
     cuda.statistics(problem, asked, into, want["lse"])
@@ -173,7 +173,7 @@ class Driver:  # of a GPU that is not there
 
 driver.set_active(Driver())
 from headwise.kernels import triton_api
-from headwise.kernels.interface import FIGURES, Problem, Terms
+from headwise.kernels.interface import STATISTICS, Problem, Terms
 """
 
 LENGTHS = """
@@ -217,7 +217,7 @@ class Kernel:
         return launch
 
 kernels = triton_api._kernels()
-for one in ("forward", "sampled", "columns", "backward_queries", "backward_keys"):
+for one in ("forward", "sampled", "over_queries", "backward_queries"):
     setattr(kernels, one, Kernel(getattr(kernels, one)))
 B, H, G, T = 2, 4, 2, 300
 masks = {
@@ -258,7 +258,7 @@ def test_other_lengths_compile_nothing_again() -> None:
 @pytest.mark.parametrize(("name", "dim"), [("causal", 80), ("window", 64), ("table", 128)])
 def test_the_compiler_takes_every_kernel(name: str, dim: int) -> None:
     """The interpreter takes more than the compiler, which needs no GPU."""
-    every = "backward_keys backward_queries columns forward sampled"
+    every = "backward_queries forward over_queries sampled"
     assert without_gpu(COMPILED, name, str(dim)) == every
 
 
@@ -276,12 +276,12 @@ def test_sampled_queries(name: str, dtype: torch.dtype) -> None:
     t, s, terms = SAMPLED[name]
     q, k = torch.randn(B, H, t, 40).to(dtype), torch.randn(B, 2, s, 40).to(dtype)
     problem = Problem(q, k, None, torch.randn(H), terms, 0.25, 0.0)
-    figures = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    figures = dict(zip(STATISTICS, cpu.forward(problem, 127)[1:], strict=True))
     rows, lse = torch.tensor([0, 1, 5, *range(8, 27), t - 2, t - 1]), figures["lse"]
     assert lse is not None
     of_all = ("max", "first", "previous", "self")
     found = cuda.sampled(problem, 127, rows, lse, sum(BIT[one] for one in of_all))
-    for one, some, every in zip(FIGURES, *found, strict=True):
+    for one, some, every in zip(STATISTICS, *found, strict=True):
         right = figures[one]
         assert right is not None
         assert_near(some, right[:, :, rows], dtype, f"{one} of the sampled queries")
@@ -289,8 +289,8 @@ def test_sampled_queries(name: str, dtype: torch.dtype) -> None:
     some, every = cuda.sampled(problem, BIT["entropy"], rows, lse)
     right = figures["entropy"]
     assert right is not None
-    assert_near(some[FIGURES.index("entropy")], right[:, :, rows], dtype, "entropy alone")
-    assert every == [None] * len(FIGURES)
+    assert_near(some[STATISTICS.index("entropy")], right[:, :, rows], dtype, "entropy alone")
+    assert every == [None] * len(STATISTICS)
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "window", "forbidding bias", "documents"])

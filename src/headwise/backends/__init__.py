@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.call import Call, check_scores
-from .base import Backend, Figures
+from .base import Backend, RowStatistics
 from .blocked import Blocked, Eager
 from .native import Native, slower
 from .sdpa import Sdpa
@@ -19,7 +19,7 @@ __all__ = [
     "Backend",
     "Call",
     "Choice",
-    "Figures",
+    "RowStatistics",
     "Native",
     "check_name",
     "check_scores",

@@ -35,7 +35,7 @@ class Backend(ABC):
 
 
 @dataclass(eq=False)
-class Figures:
+class RowStatistics:
     """The results of one pass; `None` for those that were not requested.
 
     In rows that may attend to nothing `lse` and `max` are −inf and all else is 0. `entropy` is that
@@ -52,7 +52,7 @@ class Figures:
     previous: Float[Tensor, "B H T"] | None = None
     self: Float[Tensor, "B H T"] | None = None
 
-    def at(self, rows: Tensor) -> Figures:
+    def at(self, rows: Tensor) -> RowStatistics:
         """Return the results of some queries, without the output; one tensor's in one step."""
         given = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
         given.pop("out", None)
@@ -66,9 +66,9 @@ class Figures:
                 some[id(base)] = base[..., rows]
             place = (x.storage_offset() - base.storage_offset()) // base.stride(0)
             given[name] = some[id(base)][place]
-        return Figures(None, **{"lse": None} | given)
+        return RowStatistics(None, **{"lse": None} | given)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Figures:
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowStatistics:
         """Return the same results, each put through `change`."""
         found = (getattr(self, field.name) for field in fields(self))
-        return Figures(*(None if x is None else change(x) for x in found))
+        return RowStatistics(*(None if x is None else change(x) for x in found))

@@ -123,7 +123,7 @@ def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definiti
     return rows(q, k, v, call.mask, call.extent, i, j, sinks=call.sinks, seed=call.seed, **options)
 
 
-def figures_again(call: Call, position: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def statistics_again(call: Call, position: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Compute the native kernel's differentiable results by operations of plain PyTorch.
 
     Output, LSE, entropy, E[j − position] and the masses of the first, previous and own key: the

@@ -28,8 +28,8 @@ from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
 from ..kernels.interface import Problem, Terms
-from .base import Backend, Figures
-from .blocked import figures_again
+from .base import Backend, RowStatistics
+from .blocked import statistics_again
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .sdpa import Sdpa
 from .tiles import whole
@@ -96,24 +96,24 @@ class Native(Backend):
         found = native_ops.output(_problem(call, call.v))
         return self.run(call) if found is None else (found, None)
 
-    def observe(self, call: Call, wishes: Iterable[str], gradients: bool = True) -> Figures:
-        """Return output, LSE and the figures of `cpu.FIGURES` that `wishes` names, in one pass.
+    def observe(self, call: Call, needs: Iterable[str], gradients: bool = True) -> RowStatistics:
+        """Return output, LSE and the figures of `cpu.STATISTICS` that `needs` names, in one pass.
 
         Without `gradients` the figures have none, and the graph of the output keeps the tensors
         that `run()` would keep, no more: a checkpoint that is computed again without figures must
         find the same.
         """
         if self._by_pytorch(call):
-            wishes = tuple(wishes)
-            out, lse = Sdpa().run(call, gradients and not wishes)
+            needs = tuple(needs)
+            out, lse = Sdpa().run(call, gradients and not needs)
             with nullcontext() if gradients else torch.no_grad():
-                given = self.figures(call, wishes, lse) if wishes else Figures(None, lse)
+                given = self.statistics(call, needs, lse) if needs else RowStatistics(None, lse)
             return replace(given, out=out)
-        return _computed(call, call.v, wishes, gradients)
+        return _computed(call, call.v, needs, gradients)
 
     def sampled(
-        self, call: Call, wishes: Iterable[str], rows: Int[Tensor, " n"], every: bool
-    ) -> tuple[Figures, Figures] | None:
+        self, call: Call, needs: Iterable[str], rows: Int[Tensor, " n"], every: bool
+    ) -> tuple[RowStatistics, RowStatistics] | None:
         """Return output and LSE of all queries, and the LSE and figures of the queries `rows`.
 
         With `every`, largest scores and the masses of single keys are of all queries, too. The
@@ -122,16 +122,16 @@ class Native(Backend):
         """
         if not self._by_pytorch(call):
             return None
-        wishes = ("lse", *wishes)
+        needs = ("lse", *needs)
         out, lse = Sdpa().run(call)
-        of_all = [name for name in wishes if every and name in _OF_ALL]
+        of_all = [name for name in needs if every and name in _OF_ALL]
         found = native_ops.sampled(
-            _problem(call, None), bits_of(wishes), rows, lse.detach(), bits_of(of_all)
+            _problem(call, None), bits_of(needs), rows, lse.detach(), bits_of(of_all)
         )
         if found is None:
             return None
         some, whole = found
-        return Figures(out, lse, *whole[1:]), Figures(None, *some)
+        return RowStatistics(out, lse, *whole[1:]), RowStatistics(None, *some)
 
     def _by_pytorch(self, call: Call) -> bool:
         """Return True if PyTorch's fused kernel computes the output: on CUDA, if the mask fits."""
@@ -144,12 +144,12 @@ class Native(Backend):
             fused[graph] = _unmasked(call)
         return fused[graph]
 
-    def figures(self, call: Call, wishes: Iterable[str], lse: Tensor | None = None) -> Figures:
+    def statistics(self, call: Call, needs: Iterable[str], lse: Tensor | None = None) -> RowStatistics:
         """Return the same without the output; the values are not read.
 
         A log-sum-exp that is known spares the kernel for GPUs half of its work.
         """
-        return _computed(call, None, wishes, lse=None if lse is None else lse.detach())
+        return _computed(call, None, needs, lse=None if lse is None else lse.detach())
 
     def received(
         self,
@@ -182,12 +182,12 @@ class Native(Backend):
 
 
 _OF_ALL = ("max", "first", "previous", "self")
-"""Figures that are taken of all queries where some are sampled: maxima and masses that few hold."""
+"""RowStatistics that are taken of all queries where some are sampled: maxima and masses that few hold."""
 
 
-def bits_of(wishes: Iterable[str]) -> int:
+def bits_of(needs: Iterable[str]) -> int:
     """Return the sum of the bits of these figures."""
-    return functools.reduce(lambda bits, name: bits | native_ops.BIT[name], wishes, 0)
+    return functools.reduce(lambda bits, name: bits | native_ops.BIT[name], needs, 0)
 
 
 def _refuse_on_cuda(call: Call) -> Iterator[str]:
@@ -250,13 +250,13 @@ def _terms(call: Call) -> Terms:
 def _computed(
     call: Call,
     v: Tensor | None,
-    wishes: Iterable[str],
+    needs: Iterable[str],
     gradients: bool = True,
     lse: Tensor | None = None,
-) -> Figures:
-    bits = bits_of(("lse", *wishes))
+) -> RowStatistics:
+    bits = bits_of(("lse", *needs))
     again = partial(_again, call.mask, call.extent)
-    return Figures(*native_ops.compute(_problem(call, v), bits, again, gradients, lse=lse))
+    return RowStatistics(*native_ops.compute(_problem(call, v), bits, again, gradients, lse=lse))
 
 
 def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:
@@ -265,4 +265,4 @@ def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:
     rate, values = dropped / STEPS, k if v is None else v
     call = Call(q, k, values, mask, scale, softcap or None, rate, extent, sinks, seed=seed)
     position = terms.position
-    return figures_again(call, lambda i: i + terms.offset if position is None else position[i])
+    return statistics_again(call, lambda i: i + terms.offset if position is None else position[i])

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import __path__ as places
 from .interface import (
     DTYPES,
-    FIGURES,
+    STATISTICS,
     INTERFACE,
     LARGEST,
     SOFTCAPS,
@@ -34,7 +34,7 @@ from .threads import threads
 
 __all__ = [
     "DTYPES",
-    "FIGURES",
+    "STATISTICS",
     "INTERFACE",
     "LARGEST",
     "SOFTCAPS",
@@ -223,8 +223,8 @@ def _describe(call: CCall) -> str:
 # ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
-    """Output and the figures of which `wishes` has the bit set, `None` in place of the others.
+def forward(problem: Problem, needs: int) -> list[Tensor | None]:
+    """Output and the figures of which `needs` has the bit set, `None` in place of the others.
 
     Without values there is no output. The output's memory is `[B, T, H, Dv]`. Numbers that are none
     show as NaN in the rows that see them, and so do scores that float32 cannot hold.
@@ -236,8 +236,8 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
         call.out = out.data_ptr()
     found: list[Tensor | None] = [out]
     last = None  # like another, a tensor takes half the time to make
-    for bit, name in enumerate(FIGURES):
-        if not wishes >> bit & 1:
+    for bit, name in enumerate(STATISTICS):
+        if not needs >> bit & 1:
             found.append(None)
             continue
         last = _figure(problem.q.shape[:3]) if last is None else empty_like(last)
@@ -250,31 +250,31 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
 
 def statistics(
     problem: Problem,
-    wishes: int,
+    needs: int,
     into: Tensor,
     lse: Tensor | None = None,
     on: Tensor | None = None,
 ) -> None:
-    """Write the figures of which `wishes` has the bit set into `into` `[F, B, H, T]`.
+    """Write the figures of which `needs` has the bit set into `into` `[F, B, H, T]`.
 
     The log-sum-exp is computed anew, whether it is given or not. With 0 in `on`, nothing is done.
     """
     if on is not None and not int(on):
         return
     call = _start_alike(problem._replace(v=None))
-    for name, row in zip(FIGURES, rows_of(into, wishes, problem.q), strict=True):
+    for name, row in zip(STATISTICS, rows_of(into, needs, problem.q), strict=True):
         if row is not None:
             setattr(call, name, row.data_ptr())
     _run("hw_forward", call)
 
 
-def rows_of(into: Tensor, wishes: int, q: Tensor) -> list[Tensor | None]:
+def rows_of(into: Tensor, needs: int, q: Tensor) -> list[Tensor | None]:
     """Give each wished figure its place in `into` `[F, B, H, T]`.
 
     Raises:
         ValueError: a tensor that does not hold them, each in one piece.
     """
-    shape = (wishes.bit_count(), *q.shape[:3])
+    shape = (needs.bit_count(), *q.shape[:3])
     found = into.unbind() if into.shape == shape else ()
     alike = into.dtype == torch.float32 and into.device == q.device
     if len(found) != shape[0] or not alike or not all(x.is_contiguous() for x in found):
@@ -283,7 +283,7 @@ def rows_of(into: Tensor, wishes: int, q: Tensor) -> list[Tensor | None]:
             f"float32 {list(shape)} on {q.device}, dense along its last three axes."
         )
     rows = iter(found)
-    return [next(rows) if wishes >> bit & 1 else None for bit in range(len(FIGURES))]
+    return [next(rows) if needs >> bit & 1 else None for bit in range(len(STATISTICS))]
 
 
 def output(problem: Problem) -> Tensor | None:
@@ -410,17 +410,17 @@ def gradient_like(x: Tensor) -> Tensor:
 
 def _start_alike(problem: Problem) -> CCall:
     """The struct with all inputs, copied from a call's that has the same in all but addresses."""
-    q, k, v, images = problem.q, problem.k, problem.v, problem.images
-    if images is None or problem.sinks is not None:
+    q, k, v, structs = problem.q, problem.k, problem.v, problem.structs
+    if structs is None or problem.sinks is not None:
         return _start(problem)
     values = None if v is None else (v.shape, v.stride())
     place = q.stride(), k.stride(), values
-    image = images.get(place)
+    image = structs.get(place)
     at = q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr()
     if image is None or 0 in at or q.is_neg() or k.is_neg() or (v is not None and v.is_neg()):
         call = _start(problem)
         if (call.q, call.k, call.v) == at:  # no copy stands in for a tensor
-            images[place] = CCall.from_buffer_copy(call)
+            structs[place] = CCall.from_buffer_copy(call)
         return call
     call = CCall.from_buffer_copy(image)
     call.q, call.k, call.v = at

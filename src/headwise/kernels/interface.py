@@ -28,7 +28,7 @@ LARGEST = torch.finfo(torch.float32).max
 SOFTCAPS = (2.0**-120, 2.0**120)
 """The smallest and the largest softcap."""
 
-FIGURES: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
+STATISTICS: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
 """What one pass gives beside the output, each `[B, H, T]`, in the order of the header."""
 
 _int, _pointer, _three, _four = (
@@ -172,7 +172,7 @@ class Terms(NamedTuple):
     window: int = 0
 
 
-Images = MutableMapping[Any, CCall]
+Structs = MutableMapping[Any, CCall]
 """Structs to copy, by the strides of q, k and v."""
 
 
@@ -180,7 +180,7 @@ class Problem(NamedTuple):
     """Attention on CPU tensors: all that the kernel reads. `sinks` is float32 `[H]`.
 
     Of 65536 weights, `dropped` are dropped; `seed`, int64 `[]`, says which.
-    `images` keeps structs for other calls that have the same sizes, dtypes, terms and numbers.
+    `structs` keeps structs for other calls that have the same sizes, dtypes, terms and numbers.
     """
 
     q: Tensor
@@ -192,4 +192,4 @@ class Problem(NamedTuple):
     softcap: float
     dropped: int = 0
     seed: Tensor | None = None
-    images: Images | None = None
+    structs: Structs | None = None

@@ -19,11 +19,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import ctypes_api as cpu
 from . import triton_api as cuda
-from .interface import FIGURES, Images, Problem, Terms
+from .interface import STATISTICS, Structs, Problem, Terms
 
-BIT = {name: 1 << bit for bit, name in enumerate(FIGURES)}
+BIT = {name: 1 << bit for bit, name in enumerate(STATISTICS)}
 
-DIFFERENTIABLE = tuple(name for name in FIGURES if name != "max")
+DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "max")
 """The figures with a gradient; the backward pass reads them as the forward left them."""
 
 
@@ -33,42 +33,42 @@ Again = Callable[[Problem], list[Tensor]]
 
 def compute(
     problem: Problem,
-    wishes: int,
+    needs: int,
     again: Again,
     gradients: bool = True,
     lse: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Output (`None` without values) and the wished figures, differentiable where anything is.
 
-    `wishes` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
+    `needs` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
     figure but the log-sum-exp has one: then the backward pass keeps what it keeps of a call without
-    wishes, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
+    needs, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
     `again`. On CUDA figures without a graph share one tensor `[F, B, H, T]`, and come from `lse`
     where another kernel has given it with the output.
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
-    wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
+    needs_kept = (needs | BIT["lse"], needs | BIT["lse"] if gradients else BIT["lse"])
     if not _by_pointer(problem):
         found = torch.ops.headwise.native_forward(
-            q, k, v, sinks, *terms, *numbers, seed, *wishes_kept
+            q, k, v, sinks, *terms, *numbers, seed, *needs_kept
         )
-        wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
+        wished = [v is not None, *(bool(needs & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
     if _differentiated(problem):
-        return list(_Attention.apply(*problem, *wishes_kept, again))
+        return list(_Attention.apply(*problem, *needs_kept, again))
     if not q.is_cuda:
-        return cpu.forward(problem, wishes)
+        return cpu.forward(problem, needs)
     if lse is not None:
-        wishes &= ~BIT["lse"]
-    into = q.new_empty((wishes.bit_count(), *q.shape[:3]), dtype=torch.float32)
-    found, rows = [cuda.statistics(problem, wishes, into, lse)], iter(into.unbind())
-    found += (next(rows) if wishes & bit else None for bit in BIT.values())
+        needs &= ~BIT["lse"]
+    into = q.new_empty((needs.bit_count(), *q.shape[:3]), dtype=torch.float32)
+    found, rows = [cuda.statistics(problem, needs, into, lse)], iter(into.unbind())
+    found += (next(rows) if needs & bit else None for bit in BIT.values())
     return found if lse is None else [found[0], lse, *found[2:]]
 
 
 def statistics(
     problem: Problem,
-    wishes: int,
+    needs: int,
     into: Tensor,
     lse: Tensor | None = None,
     on: Tensor | None = None,
@@ -81,15 +81,15 @@ def statistics(
     """
     q, k, _, sinks, terms, scale, softcap, *_ = problem
     q, k, sinks = q.detach(), k.detach(), None if sinks is None else sinks.detach()
-    problem = Problem(q, k, None, sinks, terms, scale, softcap, images=problem.images)
+    problem = Problem(q, k, None, sinks, terms, scale, softcap, structs=problem.structs)
     if _by_pointer(problem, into, lse, on):
-        _library(problem).statistics(problem, wishes, into, lse, on)
+        _library(problem).statistics(problem, needs, into, lse, on)
     else:
-        torch.ops.headwise.statistics(q, k, sinks, *terms, scale, softcap, lse, into, on, wishes)
+        torch.ops.headwise.statistics(q, k, sinks, *terms, scale, softcap, lse, into, on, needs)
 
 
 def sampled(
-    problem: Problem, wishes: int, rows: Tensor, lse: Tensor, every: int = 0
+    problem: Problem, needs: int, rows: Tensor, lse: Tensor, every: int = 0
 ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
     """Figures of the queries `rows`, and of all queries others, from their log-sum-exp.
 
@@ -101,7 +101,7 @@ def sampled(
     problem = problem._replace(q=q, k=k, v=None, sinks=sinks)
     if not q.is_cuda or not _by_pointer(problem, rows, lse):
         return None
-    return cuda.sampled(problem, wishes, rows, lse, every)
+    return cuda.sampled(problem, needs, rows, lse, every)
 
 
 def output(problem: Problem) -> Tensor | None:
@@ -156,7 +156,7 @@ def _by_pointer(problem: Problem, *others: Tensor | None) -> bool:
     """
     if is_compiling() or _len_torch_dispatch_stack() > 0 or _get_tracing_state() is not None:
         return False
-    if problem.images is None or problem.sinks is not None:  # else a kind's tensors are plain
+    if problem.structs is None or problem.sinks is not None:  # else a kind's tensors are plain
         others = (*problem[:4], *problem.terms[:6], problem.seed, *others)
     return not others or all(x is None or (type(x) in _PLAIN and not _elsewhere(x)) for x in others)
 
@@ -185,13 +185,13 @@ class _Attention(torch.autograd.Function):
         softcap: float,
         dropped: int,
         seed: Tensor | None,
-        images: Images | None,
-        wishes: int,
+        structs: Structs | None,
+        needs: int,
         kept: int,
         again: Again,
     ) -> tuple[Tensor | None, ...]:
-        problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed, images)
-        found = _library(problem).forward(problem, wishes)
+        problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed, structs)
+        found = _library(problem).forward(problem, needs)
         ctx.set_materialize_grads(False)
         figures = _kept(found[1:], kept, ctx)
         ctx.save_for_backward(q, k, v, sinks, seed, *terms[:6], found[0], *figures)
@@ -204,7 +204,7 @@ class _Attention(torch.autograd.Function):
         terms = Terms(*rest[:6], *ctx.flags)
         scale, softcap, dropped = ctx.numbers
         problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed)
-        incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
+        incoming = [g for name, g in zip(("out", *STATISTICS), grads, strict=True) if name != "max"]
         needed = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
             found = _gradient_with_graph(problem, incoming, needed, ctx.again)
@@ -273,7 +273,7 @@ def _gradient_by_operator(
 def _kept(figures: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor | None]:
     """Of the figures of a forward pass, those that its backward pass reads; the others are marked
     as without gradient."""
-    found = dict(zip(FIGURES, figures, strict=True))
+    found = dict(zip(STATISTICS, figures, strict=True))
     read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and kept & BIT[name]}
     rest = [x for name, x in found.items() if x is not None and name not in read]
     if rest:
@@ -292,7 +292,7 @@ _READ = (
 _DROPOUT = "int dropped, Tensor? seed"
 _GRADS = ", ".join(f"Tensor? grad_{name}" for name in ("out", *DIFFERENTIABLE))
 _KEPT = ", ".join(f"Tensor? {name}" for name in ("out", *DIFFERENTIABLE))
-_EIGHT = ", ".join(["Tensor"] * (1 + len(FIGURES)))
+_EIGHT = ", ".join(["Tensor"] * (1 + len(STATISTICS)))
 
 
 def _problem(args: tuple[Any, ...]) -> Problem:
@@ -308,7 +308,7 @@ def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "headwise::native_forward",
     mutates_args=(),
-    schema=f"({_READ}, {_DROPOUT}, int wishes, int kept) -> ({_EIGHT})",
+    schema=f"({_READ}, {_DROPOUT}, int needs, int kept) -> ({_EIGHT})",
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     problem = _problem(args)
@@ -317,9 +317,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 @_forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    q, v, wishes = args[0], args[2], args[17]
+    q, v, needs = args[0], args[2], args[17]
     figures = [
-        q.new_empty(q.shape[:3], dtype=torch.float32) if wishes & bit else None
+        q.new_empty(q.shape[:3], dtype=torch.float32) if needs & bit else None
         for bit in BIT.values()
     ]
     return _filled([None if v is None else cpu.output_like(q, v), *figures], q)
@@ -337,7 +337,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     *read, seed, out = ctx.saved_tensors[:12]
     problem = _problem((*read, *ctx.numbers, seed))
     kept = [out, *ctx.saved_tensors[12:]]
-    incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
+    incoming = [g for name, g in zip(("out", *STATISTICS), grads, strict=True) if name != "max"]
     needed = [
         x is not None and want
         for x, want in zip(problem[:4], ctx.needs_input_grad[:4], strict=True)
@@ -413,14 +413,14 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 _operators = torch.library.Library("headwise", "FRAGMENT")
 _operators.define(
     f"statistics({_READ.replace('Tensor? v, ', '')}, Tensor? lse, Tensor(a!) into, Tensor? on, "
-    "int wishes) -> ()"
+    "int needs) -> ()"
 )
 
 
 def _statistics(*args: Any) -> None:
     problem = _problem((*args[:2], None, *args[2:14]))
-    lse, into, on, wishes = args[14:]
-    _library(problem).statistics(problem, wishes, into, lse, on)
+    lse, into, on, needs = args[14:]
+    _library(problem).statistics(problem, needs, into, lse, on)
 
 
 for _key in ("CPU", "CUDA"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .ctypes_api import gradient_like, output_like, rows_of
-from .interface import FIGURES, Problem, Terms
+from .interface import STATISTICS, Problem, Terms
 
 WIDEST_EXACT = 128
 """The widest heads and values in float32, of which less fits into the memory of a program."""
@@ -46,13 +46,13 @@ def _kernels() -> Any:
     return triton_kernels
 
 
-def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
-    """Output and the figures of which `wishes` has the bit set, as `ctypes_api.forward`."""
+def forward(problem: Problem, needs: int) -> list[Tensor | None]:
+    """Output and the figures of which `needs` has the bit set, as `ctypes_api.forward`."""
     q, v = problem.q, problem.v
     out = None if v is None else output_like(q, v)
     found = [
-        q.new_empty(q.shape[:3], dtype=torch.float32) if wishes >> bit & 1 else None
-        for bit in range(len(FIGURES))
+        q.new_empty(q.shape[:3], dtype=torch.float32) if needs >> bit & 1 else None
+        for bit in range(len(STATISTICS))
     ]
     _forward(problem, out, found)
     return [out, *found]
@@ -60,42 +60,42 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
 
 def statistics(
     problem: Problem,
-    wishes: int,
+    needs: int,
     into: Tensor,
     lse: Tensor | None = None,
     on: Tensor | None = None,
 ) -> Tensor | None:
-    """Write the figures of which `wishes` has the bit set into `into` `[F, B, H, T]`.
+    """Write the figures of which `needs` has the bit set into `into` `[F, B, H, T]`.
 
     That is one launch. Return the output, where there are values. Without them the log-sum-exp
     `[B, H, T]` of another kernel may be given: then nothing is rescaled. The kernel reads `on`, an
     int32 `[]`: with 0 it leaves what is there.
     """
-    found = rows_of(into, wishes, problem.q)
+    found = rows_of(into, needs, problem.q)
     out = None if problem.v is None else output_like(problem.q, problem.v)
     _forward(problem, out, found, None if lse is None else lse.contiguous(), on)
     return out
 
 
 def sampled(
-    problem: Problem, wishes: int, rows: Tensor, lse: Tensor, every: int = 0
+    problem: Problem, needs: int, rows: Tensor, lse: Tensor, every: int = 0
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """The figures of the queries `rows` `[n]` (int64, ascending), and of all queries others.
 
-    `wishes` and `every` have a bit for each: `[B, H, n]` and `[B, H, T]`; of all queries there are
+    `needs` and `every` have a bit for each: `[B, H, n]` and `[B, H, T]`; of all queries there are
     the largest score and the masses of single keys. That is one launch, given the log-sum-exp of
     all queries.
     """
     q = problem.q
-    extents = (wishes, len(rows)), (every, q.shape[2])
+    extents = (needs, len(rows)), (every, q.shape[2])
     some, whole = (
         q.new_empty((bits.bit_count(), *q.shape[:2], n), dtype=torch.float32) if bits else None
         for bits, n in extents
     )
-    some_rows, every_rows = (_rows_of(wished, x) for wished, x in ((wishes, some), (every, whole)))
-    named = {f"{name}_out": x for name, x in zip(FIGURES, some_rows, strict=True)}
+    some_rows, every_rows = (_rows_of(wished, x) for wished, x in ((needs, some), (every, whole)))
+    named = {f"{name}_out": x for name, x in zip(STATISTICS, some_rows, strict=True)}
     named |= {
-        f"every_{name}": x for name, x in zip(FIGURES, every_rows, strict=True) if x is not None
+        f"every_{name}": x for name, x in zip(STATISTICS, every_rows, strict=True) if x is not None
     }
     programs = -(-len(rows) // FEW) * q.shape[0] * q.shape[1]
     named |= {"lse": lse.contiguous(), "chosen": rows, "count": len(rows), "programs": programs}
@@ -106,7 +106,7 @@ def sampled(
 def _rows_of(bits: int, into: Tensor | None) -> list[Tensor | None]:
     """Of a tensor that has a row for each bit, that row at the place of each figure."""
     rows = iter(() if into is None else into.unbind())
-    return [next(rows) if bits >> bit & 1 else None for bit in range(len(FIGURES))]
+    return [next(rows) if bits >> bit & 1 else None for bit in range(len(STATISTICS))]
 
 
 def _forward(
@@ -117,8 +117,8 @@ def _forward(
     on: Tensor | None = None,
     softmax: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:
-    named = {f"{name}_out": x for name, x in zip(FIGURES, figures, strict=True)}
-    named |= {"top_out": softmax[0], "total_out": softmax[1], "lse": lse, "on": on}
+    named = {f"{name}_out": x for name, x in zip(STATISTICS, figures, strict=True)}
+    named |= {"base_out": softmax[0], "total_out": softmax[1], "lse": lse, "on": on}
     named |= {"out": out, "out_at": None if out is None else out.stride()}
     _launch("forward", problem, "queries", **named)
 
@@ -145,7 +145,7 @@ def backward(
     lse = figures["lse"]
     assert lse is not None
     gone = lse == -torch.inf
-    top, total = _softmax_of(problem, lse)
+    base, total = _softmax_of(problem, lse)
     constant = torch.zeros_like(lse)
     if v is None:
         grad_out = None
@@ -168,7 +168,8 @@ def backward(
         grad_out = grad_out.contiguous()
     strides = None if grad_out is None else grad_out.stride()
     common: dict[str, Any] = {f"g_{name}": incoming.get(name) for name in each}
-    common |= {"top": top, "total": total, "g_out": grad_out, "g_at": strides, "constant": constant}
+    common |= {"base": base, "total": total, "g_out": grad_out, "g_at": strides}
+    common["constant"] = constant
     g_q = gradient_like(q) if needed[0] else None
     if g_q is not None:
         _launch("backward_queries", problem, "queries", g_q=g_q, gq_at=g_q.stride(), **common)
@@ -182,7 +183,7 @@ def backward(
         g_v = torch.zeros_like(v)
     g_sinks = None
     if needed[3] and sinks is not None:
-        above = sinks.float()[:, None] - top.masked_fill(gone, torch.inf)
+        above = sinks.float()[:, None] - base.masked_fill(gone, torch.inf)
         weight = above.exp() / total
         change = constant
         if "entropy" in incoming:
@@ -205,8 +206,8 @@ def sums(
     columns = table = None
     if received:
         columns = q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
-        top, total = _softmax_of(problem, lse)
-        named = {"top": top, "total": total, "weight": weight, "received": columns}
+        base, total = _softmax_of(problem, lse)
+        named = {"base": base, "total": total, "weight": weight, "received": columns}
         _launch("columns", problem, "keys", **named)
     if blocks is not None:
         table = _block_map(problem, weight, blocks)
@@ -221,7 +222,7 @@ def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
     """
     lse = lse.contiguous()
     softmax = torch.empty_like(lse), torch.empty_like(lse)
-    _forward(problem._replace(v=None), None, [None] * len(FIGURES), lse, softmax=softmax)
+    _forward(problem._replace(v=None), None, [None] * len(STATISTICS), lse, softmax=softmax)
     return softmax
 
 
@@ -239,7 +240,7 @@ def _block_map(
         inside = of_key[:, None] == torch.arange(start, start + wide, device=q.device)
         v = inside.to(torch.float32).expand(b, k.shape[1], -1, -1)
         out = q.new_empty(b, h, q.shape[2], wide, dtype=torch.float32)
-        _forward(problem._replace(v=v), out, [None] * len(FIGURES))
+        _forward(problem._replace(v=v), out, [None] * len(STATISTICS))
         if weight is not None:
             out *= weight[:, None]
         table[..., start : start + wide].index_add_(2, of_query.long(), out)
@@ -311,14 +312,14 @@ def _plan(name: str, problem: Problem) -> _Plan:
     wide, heads = 0 if v is None else v.shape[3], q.shape[1]
     tables = terms.allowed is not None or terms.bias is not None
     kernel, chosen, options = _chosen(
-        name, q.shape[3], wide, q.dtype, None if v is None else v.dtype, tables
+        name, terms.causal, q.shape[3], wide, q.dtype, None if v is None else v.dtype, tables
     )
     given: dict[str, Any] = {
         **{"q_at": q.stride(), "k_at": k.stride(), "v_at": None if v is None else v.stride()},
-        **{"heads": heads, "group": heads // k.shape[1], "D": q.shape[3], "DV": wide},
+        **{"heads": heads, "group": heads // k.shape[1], "C": chosen, "FEW": FEW},
         **{"queries": q.shape[2], "keys": k.shape[2], "offset": terms.offset},
-        **{"scale": float(scale), "softcap": softcap or None, "CAUSAL": terms.causal},
-        **{"window": min(terms.window, _BEYOND) or None, **_strides(terms), **chosen},
+        **{"scale": float(scale), "softcap": softcap or None, **_strides(terms)},
+        **{"window": min(terms.window, _BEYOND) or None},
     }
     places = {one: place for place, one in enumerate(kernel.arg_names)}
     own = ("q", "k", "v", "sinks", *Terms._fields[:6])
@@ -333,26 +334,35 @@ def _plan(name: str, problem: Problem) -> _Plan:
             if one in places and x is not None
         ),
         options,
-        chosen["BN" if name in ("columns", "backward_keys") else "BM"],
+        chosen.BN if name in _OVER_QUERIES else chosen.BM,
         {},
     )
 
 
+_OVER_QUERIES = ("columns", "backward_keys")
+"""Launches of `over_queries`: each program takes a block of keys."""
+
+
 @functools.cache
 def _chosen(
-    name: str, dim: int, wide: int, dtype: torch.dtype, dtype_v: torch.dtype | None, tables: bool
-) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """A kernel, those of its arguments that sizes and dtypes say, and how it is run."""
-    kernel = getattr(_kernels(), name)
-    first, more = _pieces(dim) if "BE" in kernel.arg_names else (_power(dim), 0)
-    sizes = {"BD": first, "BE": more, "BV": _power(wide)}
-    exact = torch.float32 in (dtype, dtype_v)
-    widest = max(first + more, sizes["BV"])
-    blocks = _blocks(name, widest, exact, dtype_v is not None, tables)
-    options = {one: blocks.pop(one) for one in ("num_warps", "num_stages")}
-    precise = {"PRECISION": _precision(dtype), "PRECISION_V": _precision(dtype_v)}
-    even = {"EVEN": first + more == dim, "EVEN_V": sizes["BV"] == wide}
-    return kernel, sizes | even | precise | blocks | {"FEW": FEW}, options
+    name: str,
+    causal: bool,
+    dim: int,
+    wide: int,
+    dtype: torch.dtype,
+    dtype_v: torch.dtype | None,
+    tables: bool,
+) -> tuple[Any, Any, dict[str, int]]:
+    """Return a kernel, its `Constants`, and how it is run."""
+    kernels = _kernels()
+    kernel = getattr(kernels, "over_queries" if name in _OVER_QUERIES else name)
+    (first, more), whole = _pieces(dim), _power(wide)
+    exact = [x == torch.float32 for x in (dtype, dtype_v)]
+    options = _blocks(name, max(first + more, whole), any(exact), dtype_v is not None, tables)
+    blocks = {one: options.pop(one) for one in ("BM", "BN")}
+    sizes = dim, wide, first, more, whole, first + more == dim, whole == wide
+    constants = kernels.Constants(causal, *sizes, *exact, **blocks)
+    return kernel, constants, options
 
 
 def _strides(terms: Terms) -> dict[str, Any]:
@@ -364,11 +374,6 @@ def _strides(terms: Terms) -> dict[str, Any]:
             steps = zip(x.shape, x.stride(), strict=True)
             found[f"{name}_at"] = tuple(0 if n == 1 else step for n, step in steps)
     return found
-
-
-def _precision(dtype: torch.dtype | None) -> str:
-    """How products are made: in float32 by three of TF32, which keep its digits."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def _power(width: int) -> int:

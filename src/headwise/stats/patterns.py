@@ -59,7 +59,7 @@ class Pattern(Mask):
 
     name: str
     kernel: str | None = None
-    """The field of `Figures` that holds the mass on these keys."""
+    """The field of `RowStatistics` that holds the mass on these keys."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backends import Backend, Call, Figures, Native, choose
+from ..backends import Backend, Call, RowStatistics, Native, choose
 from ..core.call import check_scores
 from ..core.modes import no_graph, readable
 from . import identities
@@ -69,7 +69,7 @@ class Work:
     chosen: Backend
     """The backend of the call."""
     plan: Plan
-    given: Figures | None = None
+    given: RowStatistics | None = None
     """The log-sum-exp and fields, of the queries that are looked at."""
     every: Work | None = None
     """The same call at all queries, of which some are drawn, where their log-sum-exp is known."""
@@ -109,12 +109,12 @@ class Work:
         elif not plan.scores:
             return
         elif plan.direct and isinstance(self.chosen, Native):
-            self.given = self.chosen.figures(view.asked, plan.fields)
+            self.given = self.chosen.statistics(view.asked, plan.fields)
         elif self.every is not None and self.every.given is not None and not view.gradients:
             assert view.rows is not None
             self.given = self.every.given.at(view.rows)
         elif isinstance(self.backend, Native):
-            self.given = self.backend.figures(view.scored, plan.fields)
+            self.given = self.backend.statistics(view.scored, plan.fields)
         if self.given is not None and self.given.lse is not None:
             vars(self)["lse"] = self.given.lse  # in place of the lazy one
         lse = self.lse if whole is None else whole.lse
@@ -125,13 +125,13 @@ class Work:
         if plan.far is not None and not self.near:
             self.plan = plan.far
 
-    def _with_output(self) -> Figures:
+    def _with_output(self) -> RowStatistics:
         view, chosen = self.view, self.chosen
         whole, some = self._with_sample() or (None, None)
         if whole is None and isinstance(chosen, Native):
             whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
         elif whole is None:
-            whole = Figures(*chosen.run(view.asked, view.gradients))
+            whole = RowStatistics(*chosen.run(view.asked, view.gradients))
         self.whole_out = whole.out
         as_is = view.gradients or not self.keeps_graph
         kept = whole if as_is else whole.map(Tensor.detach)
@@ -140,7 +140,7 @@ class Work:
             self.every = self._at_every_query(kept.map(Tensor.detach))
         return whole
 
-    def _with_sample(self) -> tuple[Figures, Figures] | None:
+    def _with_sample(self) -> tuple[RowStatistics, RowStatistics] | None:
         """Return what all queries have, and the sampled ones, where they are looked at alone."""
         view, chosen = self.view, self.chosen
         if view.rows is None or view.gradients or not isinstance(chosen, Native):
@@ -152,7 +152,7 @@ class Work:
         with no_graph():
             every = self._at_every_query(None)
             if isinstance(every.backend, Native):
-                every.given = every.backend.figures(every.view.scored, self.plan.fields)
+                every.given = every.backend.statistics(every.view.scored, self.plan.fields)
             else:
                 tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
                 call = self.view.asked.with_(**tensors, dropout=0.0)
@@ -161,7 +161,7 @@ class Work:
             if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # elsewhere nobody waits
                 self.every = every
 
-    def _at_every_query(self, given: Figures | None) -> Work:
+    def _at_every_query(self, given: RowStatistics | None) -> Work:
         """Return the same call at all queries without gradients, of which so much is known."""
         every = Work(View(self.view.asked, None, False), False, False)
         every.chosen, every.plan, every.given = self.chosen, self.plan, given
@@ -269,7 +269,7 @@ class Work:
         backend = choose(call) if self.backend.refuse(call) else self.backend
         if not isinstance(backend, Native):
             return backend.run(call, self.view.gradients)[1]
-        found = backend.figures(call, ()).lse
+        found = backend.statistics(call, ()).lse
         assert found is not None
         return found
 
