@@ -51,7 +51,7 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     *(({"softcap": x}, "softcap must be above 0") for x in (True, "2", 1j, [1.0], 1e39, 1e-46)),
     *(({"dropout": x}, "dropout must be at least 0") for x in (math.nan, math.inf, True, False)),
     *(({"dropout": x}, "dropout must be at least 0") for x in (1.5, 1, -0.1, "0.1", None, 1j)),
-    *(({"backend": x}, "is not known; there are 'auto'") for x in (None, 1, "", "AUTO", [], {})),
+    *(({"backend": x}, "backend must be one of 'auto'") for x in (None, 1, "", "AUTO", [], {})),
     ({"sinks": torch.full((H,), math.inf)}, "sinks holds inf for head 0"),
     ({"sinks": torch.zeros(H).index_fill(0, long(2), math.nan)}, "sinks holds nan for head 2"),
     ({"sinks": torch.full((H,), 1e300, dtype=torch.float64)}, "sinks holds inf"),

@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.kernels.ctypes_api import STATISTICS
+from headwise.kernels.interface import STATISTICS
 
 from .rounding import (
     FLUSHED,

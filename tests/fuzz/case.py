@@ -12,7 +12,7 @@ from headwise.backends import Call
 from headwise.core.mask_algebra import Mask, Rows
 from headwise.core.masks import as_mask
 from headwise.core.shapes import Extent
-from headwise.kernels.ctypes_api import STATISTICS
+from headwise.kernels.interface import STATISTICS
 
 from .mask_parts import Parts, in_double, mask_of
 from .numbers import DTYPES, LAYOUTS, generator, numbers

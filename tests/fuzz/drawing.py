@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwise.kernels.ctypes_api import STATISTICS
+from headwise.kernels.interface import STATISTICS
 
 from .case import DIFFERENTIABLE, Case
 from .mask_parts import ADDING, ALLOWING, Parts

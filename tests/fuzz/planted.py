@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import ctypes_api as cpu
-from headwise.kernels.ctypes_api import STATISTICS, Problem
+from headwise.kernels.interface import STATISTICS, Problem
 
 Found = list[Tensor | None]
 Forward = Callable[..., Found]

@@ -19,7 +19,7 @@ from fuzz.trial import Wrong, check, units
 from headwise.backends import Call
 from headwise.backends.native import Native
 from headwise.kernels import ctypes_api as cpu
-from headwise.kernels.ctypes_api import STATISTICS
+from headwise.kernels.interface import STATISTICS
 
 needs_library = pytest.mark.skipif(not units() and not in_ci(), reason=cpu.why_not())
 derandomized = settings(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import headwise as hw
 from headwise.backends.native_masks import terms_of
 from headwise.core.call import as_mask
 from headwise.core.shapes import Extent
@@ -20,7 +21,7 @@ from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import triton_api as cuda
 from headwise.kernels.interface import STATISTICS, Problem, Terms
 from headwise.kernels.torch_ops import BIT, DIFFERENTIABLE
-from support import MASKS_WITH_POSITIONS, B, H
+from support import MASKS_WITH_POSITIONS, B, H, truth
 
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -79,7 +80,9 @@ def assert_equal(problem: Problem) -> None:
     assert v is not None
     dtype, (t, s) = q.dtype, (q.shape[2], k.shape[2])
     want = cpu.forward(problem, 127)
-    for name, got, right in zip(("out", *STATISTICS), cuda.forward(problem, 127), want, strict=True):
+    for name, got, right in zip(
+        ("out", *STATISTICS), cuda.forward(problem, 127), want, strict=True
+    ):
         assert_near(got, right, dtype, name)
     figures = dict(zip(STATISTICS, want[1:], strict=True))
     assert_statistics_equal(problem, figures)
@@ -112,6 +115,45 @@ def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) ->
         assert_near(got, want[name], problem.q.dtype, f"{name}, where the log-sum-exp is known")
 
 
+FUSED = {
+    "more queries than keys, grouped, softcap, sinks": ("causal", 45, 20, 5.0, True, torch.float32),
+    "a window in halves": ("window", 33, 50, None, False, torch.float16),
+    "a table in halves, sinks": ("random", 19, 35, None, True, torch.float16),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_one_launch_against_the_definition(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and statistics of one launch, into poisoned memory; rows without a key are dead."""
+    name, t, s, softcap, sunk, dtype = FUSED[case]
+    b = 2 if name == "random" else 1
+    q, k, v = (
+        torch.randn(b, heads, n, d).to(dtype)
+        for heads, n, d in ((4, t, 24), (2, s, 24), (2, s, 16))
+    )
+    mask, sinks = as_mask(MASKS_WITH_POSITIONS[name](t, s)), torch.randn(4) if sunk else None
+    terms = terms_of(mask, Extent(b, 4, 2, t, s), q.device)
+    problem = Problem(q, k, v, sinks, terms, 0.2, softcap or 0.0)
+    poison = torch.full((b, 4, t, 16), torch.nan, dtype=dtype)
+    monkeypatch.setattr(cuda, "output_like", lambda *_: poison)
+    into = torch.full((len(STATISTICS), b, 4, t), torch.nan)
+    out = cuda.statistics(problem, 127, into)
+    exact = truth(q, k, v, mask=mask, scale=0.2, softcap=softcap, sinks=sinks)
+    assert_near(out, exact.out.to(dtype), dtype, "out")
+    away = torch.arange(s) - (torch.arange(t)[:, None] + s - t)
+    masses = [hw.Mass(pattern) for pattern in (hw.First(), hw.Previous(), hw.Self())]
+    want = {
+        "lse": exact.lse,
+        "max": exact.logits.amax(-1),
+        "entropy": hw.Entropy().define(exact)["entropy"],
+        "ahead": (exact.weights * away).sum(-1),
+        **{one: x for mass in masses for one, x in mass.define(exact).items()},
+    }
+    for one, got in zip(STATISTICS, into, strict=True):
+        assert_near(got, want[one].float(), dtype, one)
+    assert exact.lse.isneginf().any() or t <= s
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_some_figures_and_none(known: bool) -> None:
     q, k = torch.randn(B, H, 9, 16), torch.randn(B, 3, 20, 16)
@@ -138,7 +180,9 @@ def test_heads_whose_memory_is_far_apart() -> None:
         x.copy_(torch.randn(x.shape))
     problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
     want = cpu.forward(problem._replace(q=q.contiguous(), k=k.contiguous()), 127)
-    for name, got, right in zip(("out", *STATISTICS), cuda.forward(problem, 127), want, strict=True):
+    for name, got, right in zip(
+        ("out", *STATISTICS), cuda.forward(problem, 127), want, strict=True
+    ):
         assert_near(got, right, q.dtype, name)
 
 

@@ -1,4 +1,4 @@
-"""The ways to compute a call, in the order in which `"auto"` tries them."""
+"""The backends of a call, in the order in which `"auto"` tries them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = [
     "Backend",
     "Call",
     "Choice",
-    "RowStatistics",
     "Native",
+    "RowStatistics",
     "check_name",
     "check_scores",
     "choose",
@@ -61,7 +61,7 @@ def _choose(call: Call, name: str) -> Backend:
     check_name(name)
     if name == "auto":
         for backend in BACKENDS:
-            # No kernel that comes after the native one on a CPU has dropout.
+            # On CPUs no backend after the native one has a fused kernel with dropout.
             left_out = backend.name == "native" and not call.dropout and slower(call)
             if not backend.refuse(call) and not left_out:
                 return backend
@@ -76,6 +76,6 @@ def _choose(call: Call, name: str) -> Backend:
 
 def check_name(name: str) -> None:
     """Raise ValueError for an unknown backend."""
-    if name != "auto" and name not in _BY_NAME:
-        known = ", ".join(map(repr, ("auto", *_BY_NAME)))
-        raise ValueError(f"backend={name!r} is not known; there are {known}.")
+    names = ("auto", *_BY_NAME)
+    if name not in names:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, names))}, got {name!r}.")

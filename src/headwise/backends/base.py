@@ -1,4 +1,4 @@
-"""Backends, and the per-query results of one pass."""
+"""The interface of backends, and the per-query results of one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.call import Call
 
 
 class Backend(ABC):
-    """A way to compute a call. It never falls back: `refuse` says what it cannot do."""
+    """A way to compute a call. It never falls back: `refuse` names what it cannot do."""
 
     name: str
 
@@ -29,8 +29,8 @@ class Backend(ABC):
         """
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Return output and log-sum-exp, or `None` in its place where the backend itself has seen
-        that the weights of every row are numbers."""
+        """Return output and log-sum-exp, or `None` in its place if the backend has checked that no
+        weights are NaN."""
         return self.run(call)
 
 
@@ -53,9 +53,9 @@ class RowStatistics:
     self: Float[Tensor, "B H T"] | None = None
 
     def at(self, rows: Tensor) -> RowStatistics:
-        """Return the results of some queries, without the output; one tensor's in one step."""
-        given = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
-        given.pop("out", None)
+        """Return the results of some queries, without the output; each tensor is indexed once."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
+        given = {name: x for name, x in given.items() if x is not None}
         some: dict[int, Tensor] = {}
         for name, x in given.items():
             base = x._base

@@ -1,8 +1,8 @@
-"""The native kernels: every figure of every head in the pass that makes the output.
+"""The native kernels: statistics of every head in the pass that computes the output.
 
 There is one in C++ for CPUs, and one in Triton for CUDA. One pass over the scores gives output,
 log-sum-exp, largest score, entropy, distance and the masses of the first, previous and own key;
-without values it gives the same figures for an output that somebody else made. Masks become flags,
+without values it gives the same statistics for an output of another kernel. Masks become flags,
 ranges of keys or tables (`native_masks.py`).
 """
 
@@ -27,7 +27,7 @@ from ..core.shapes import Extent
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
-from ..kernels.interface import Problem, Terms
+from ..kernels.interface import DTYPES, LARGEST, SOFTCAPS, WIDEST, Problem, Terms
 from .base import Backend, RowStatistics
 from .blocked import statistics_again
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
@@ -58,19 +58,19 @@ class Native(Backend):
             return [missing]
         reasons = []
         extent, dim, wide = call.extent, call.q.shape[3], call.v.shape[3]
-        if call.q.dtype not in cpu.DTYPES:
+        if call.q.dtype not in DTYPES:
             reasons.append(f"no native kernel for {call.q.dtype}")
-        if dim > cpu.WIDEST or wide > cpu.WIDEST:
-            reasons.append(f"heads wider than {cpu.WIDEST} ({max(dim, wide)})")
+        if dim > WIDEST or wide > WIDEST:
+            reasons.append(f"heads wider than {WIDEST} ({max(dim, wide)})")
         if 0 in (extent.batch, extent.queries, extent.keys) or wide == 0:
-            return [*reasons, "the native kernel does not take empty tensors"]
+            return [*reasons, "the native kernel takes no empty tensors"]
         if torch.is_grad_enabled() and any(x.requires_grad for x in call.mask.tensors()):
             reasons.append("the native kernel gives no gradient for a bias")
         if forward_derivatives() or transformed():
-            reasons.append("the native kernel knows no torch.func and no forward derivative")
-        if not -cpu.LARGEST <= call.scale <= cpu.LARGEST:
+            reasons.append("the native kernel has no torch.func and no forward derivative")
+        if not -LARGEST <= call.scale <= LARGEST:
             reasons.append(f"a scale beyond float32 ({call.scale})")
-        if call.softcap is not None and not cpu.SOFTCAPS[0] <= call.softcap <= cpu.SOFTCAPS[1]:
+        if call.softcap is not None and not SOFTCAPS[0] <= call.softcap <= SOFTCAPS[1]:
             reasons.append(f"a softcap of extreme size ({call.softcap})")
         if device == "cuda":
             reasons += _refuse_on_cuda(call)
@@ -97,11 +97,10 @@ class Native(Backend):
         return self.run(call) if found is None else (found, None)
 
     def observe(self, call: Call, needs: Iterable[str], gradients: bool = True) -> RowStatistics:
-        """Return output, LSE and the figures of `cpu.STATISTICS` that `needs` names, in one pass.
+        """Return output, LSE and those of `STATISTICS` that `needs` names, in one pass.
 
-        Without `gradients` the figures have none, and the graph of the output keeps the tensors
-        that `run()` would keep, no more: a checkpoint that is computed again without figures must
-        find the same.
+        Without `gradients` the statistics have none, and the graph of the output keeps the same
+        tensors as that of `run()`: a checkpoint recomputed without statistics must find these.
         """
         if self._by_pytorch(call):
             needs = tuple(needs)
@@ -114,11 +113,11 @@ class Native(Backend):
     def sampled(
         self, call: Call, needs: Iterable[str], rows: Int[Tensor, " n"], every: bool
     ) -> tuple[RowStatistics, RowStatistics] | None:
-        """Return output and LSE of all queries, and the LSE and figures of the queries `rows`.
+        """Return output and LSE of all queries, and the LSE and statistics of the queries `rows`.
 
         With `every`, largest scores and the masses of single keys are of all queries, too. The
-        figures have no gradient. `None` where one pass over all queries costs no more: where it
-        is this kernel that makes the output, or PyTorch's gives no log-sum-exp.
+        statistics have no gradient. Returns `None` where one pass over all queries costs no more:
+        where this kernel computes the output, or PyTorch's returns no log-sum-exp.
         """
         if not self._by_pytorch(call):
             return None
@@ -144,10 +143,12 @@ class Native(Backend):
             fused[graph] = _unmasked(call)
         return fused[graph]
 
-    def statistics(self, call: Call, needs: Iterable[str], lse: Tensor | None = None) -> RowStatistics:
+    def statistics(
+        self, call: Call, needs: Iterable[str], lse: Tensor | None = None
+    ) -> RowStatistics:
         """Return the same without the output; the values are not read.
 
-        A log-sum-exp that is known spares the kernel for GPUs half of its work.
+        A known log-sum-exp saves the kernel for GPUs half of its work.
         """
         return _computed(call, None, needs, lse=None if lse is None else lse.detach())
 
@@ -182,11 +183,11 @@ class Native(Backend):
 
 
 _OF_ALL = ("max", "first", "previous", "self")
-"""RowStatistics that are taken of all queries where some are sampled: maxima and masses that few hold."""
+"""Statistics of all queries even where some are sampled: maxima, and masses on single keys."""
 
 
 def bits_of(needs: Iterable[str]) -> int:
-    """Return the sum of the bits of these figures."""
+    """Return the sum of the bits of these statistics."""
     return functools.reduce(lambda bits, name: bits | native_ops.BIT[name], needs, 0)
 
 
@@ -199,7 +200,7 @@ def _refuse_on_cuda(call: Call) -> Iterator[str]:
 
 
 def _unmasked(call: Call) -> bool:
-    if type(call.mask) not in (Everything, Causal):  # others would have to be looked into
+    if type(call.mask) not in (Everything, Causal):  # tensors of others would have to be read
         return False
     if call.softcap is not None or call.scale <= 0 or Sdpa().refuse(call):
         return False
@@ -242,7 +243,7 @@ def _terms(call: Call) -> Terms:
         terms = terms_of(mask, call.extent, device)
     if terms.allowed is None and terms.bias is None:  # which may be large
         known.terms = terms
-    if any(isinstance(x, Tensor) for x in terms):  # structs point to them
+    if any(isinstance(x, Tensor) for x in terms):  # structs hold pointers to them
         known.structs = None
     return terms
 
@@ -260,7 +261,7 @@ def _computed(
 
 
 def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:
-    """Compute what the kernel computes, for a second derivative."""
+    """Compute the same as the kernel, for a second derivative."""
     q, k, v, sinks, terms, scale, softcap, dropped, seed, _ = problem
     rate, values = dropped / STEPS, k if v is None else v
     call = Call(q, k, values, mask, scale, softcap or None, rate, extent, sinks, seed=seed)

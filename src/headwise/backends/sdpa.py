@@ -1,10 +1,10 @@
-"""PyTorch's own fused kernels, through the calls that return the log-sum-exp.
+"""PyTorch's own fused kernels, through the operators that return the log-sum-exp.
 
-`F.scaled_dot_product_attention` hides the LSE; the operators behind it give it. On the CPU that is
-one flash kernel, on CUDA there are three (flash, cuDNN, memory-efficient). Their quirks are dealt
-with here, each once: masks become tiles (`tiles.py`), a row that may attend to nothing or whose
-scores are no numbers comes back as zeros, rows must lie apart in memory, the values must be as wide
-as the keys, and there is neither a gradient of the LSE nor a second derivative.
+`F.scaled_dot_product_attention` hides the LSE; its operators return it: one flash kernel on the
+CPU, three on CUDA (flash, cuDNN, memory-efficient). Their limits are handled here: masks become
+tiles (`tiles.py`), a row that may attend to nothing or whose scores are NaN is returned as zeros,
+rows must not overlap in memory, the values must be as wide as the keys, and there is neither a
+gradient of the LSE nor a second derivative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .blocked import block_rows, gradients_again
 from .tiles import Tile, bias_size, cut, flag, tiles, whole, with_bias
 
 BIAS_LIMIT = 256 * 2**20
-"""Bytes of bias that the kernels get in one call where it cannot be cut into tiles."""
+"""The most bytes of bias in one call that cannot be cut into tiles."""
 
 ops = torch.ops.aten
 
@@ -46,11 +46,11 @@ class Sdpa(Backend):
         if call.q.dtype == torch.float64 and device == "cuda":
             reasons.append("no fused CUDA kernel for float64")
         if 0 in (extent.batch, extent.queries, extent.keys) or call.v.shape[-1] == 0:
-            reasons.append("the kernels do not take empty tensors")
+            reasons.append("the kernels take no empty tensors")
         if any(t.requires_grad for t in call.mask.tensors()) and torch.is_grad_enabled():
             reasons.append("the kernels give no gradient for a bias")
         if transformed() or forward_derivatives():
-            reasons.append("the kernels know no torch.func and no forward derivative")
+            reasons.append("the kernels have no torch.func and no forward derivative")
         # In one piece where only the kernel's own gradient is available.
         if not readable(call.q) or (device != "cpu" and call.needs_grad):
             size = 4 * extent.batch * extent.heads * extent.queries * extent.keys
@@ -79,13 +79,13 @@ class Sdpa(Backend):
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
         through_lse = needs_grad and (lse_gradient or call.sinks is not None)
         only = _only(call)
-        # `torch.jit.trace` records no function of somebody's own for autograd, such as `_Tiled`.
+        # `torch.jit.trace` does not record custom autograd functions such as `_Tiled`.
         own = on_cpu and torch._C._get_tracing_state() is None
         if only is None and needs_grad and not own:
-            # Tiles are merged by log-sum-exps, and the kernels themselves give these no gradient.
+            # Tiles are merged by log-sum-exps, of which the kernels have no gradient.
             every = slice(0, call.extent.queries), slice(0, call.extent.keys)
             only = with_bias(call.mask, call.extent, q, *every)
-        # Compilers differentiate the kernel itself, where that will do.
+        # Compilers differentiate the kernel itself where that is enough.
         if own and needs_grad and (only is None or through_lse or not traced()):
             out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
@@ -122,7 +122,7 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     q, k, v = call.q[:, :, tile.rows], call.k[:, :, tile.keys], call.v[:, :, tile.keys]
     bias, dead = tile.bias, tile.dead
     if bias is not None and dead is not None:
-        # A dead row would be 0/0 in some kernels: let it see everything, and blank it afterwards.
+        # A dead row would be 0/0 in some kernels: it sees all keys, and is cleared afterwards.
         bias = bias.masked_fill(dead[..., None], 0.0)
     if q.device.type == "cpu":
         out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
@@ -134,8 +134,8 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
     if q.device.type == "cpu" and (call.prepared is not None or readable(lse)):
-        # The CPU kernel gives zeros and an LSE of exactly 0 where a row's scores are no numbers, or
-        # all of them below the smallest.
+        # The CPU kernel returns zeros and an LSE of 0 for rows whose scores are NaN, or all too
+        # small.
         suspect = lse == 0
         if bool(suspect.any()):
             _anew(call, tile, suspect & (out == 0).all(-1), out, lse)
@@ -330,7 +330,7 @@ def _in_sixteens(x: Tensor) -> Tensor:
 
 
 def _cudnn_serves(q: Tensor) -> bool:
-    """cuDNN's kernel is the faster one from Hopper on."""
+    """Return True if cuDNN's kernel is used: it is the faster one from Hopper on."""
     return (
         q.shape[-1] <= 128
         and torch.backends.cuda.cudnn_sdp_enabled()
@@ -349,8 +349,8 @@ def _cuda_efficient(
     if bias is not None:
         bias = bias.expand(e.batch, e.heads, q.shape[2], k.shape[2])
     if e.group > 1:
-        # The kernel knows no groups: each key/value head becomes a batch row whose heads all read
-        # it, with a stride of 0 instead of copies.
+        # The kernel has no groups: each key/value head becomes a batch row whose heads share it
+        # with a stride of 0 instead of copies.
         q = q.unflatten(1, (e.kv_heads, e.group)).flatten(0, 1)
         k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, e.group, -1, -1) for x in (k, v))
         if bias is not None:

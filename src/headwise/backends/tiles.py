@@ -1,9 +1,9 @@
-"""A call cut into tiles, each as a fused kernel takes it: no mask, the causal flag, or a bias.
+"""Calls cut into tiles that fused kernels take: without a mask, causal, or with a bias.
 
-Fused kernels know no masks but "causal, square" and a float bias of T×S numbers. Cut into tiles,
-any mask comes to bounded memory: keys that nobody in a tile may see are left out, keys that all may
-see need no bias, and what is left is a bias of a few MiB at a time. Tiles of the same rows are
-merged by their log-sum-exps (Dao et al. 2022, §3.1).
+Fused kernels take no masks but "causal, square" and a float bias of T×S numbers. Cut into tiles,
+any mask needs bounded memory: keys hidden from all rows of a tile are left out, keys visible to all
+need no bias, and the rest needs a bias of a few MiB at a time. Tiles of the same rows are merged by
+their log-sum-exps (Dao et al. 2022, §3.1).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..core.modes import readable
 from ..core.shapes import Extent, statistics_dtype
 
 BIAS_AT_A_TIME = 1 << 22
-"""How many numbers a tile's bias may hold (16 MiB in float32)."""
+"""The most numbers that the bias of a tile may hold (16 MiB in float32)."""
 
 ROWS_AT_A_TIME = 512
-"""Queries to a tile with a bias, so that a causal mask's upper half is mostly left out."""
+"""The queries of a tile with a bias: few, so that most of a causal mask is left out above."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +42,32 @@ class Tile:
     dead: Tensor | None = None
 
     def covers(self, extent: Extent) -> bool:
-        """Whether this is the whole call."""
+        """Return True if this is the whole call."""
         return (self.rows, self.keys) == (slice(0, extent.queries), slice(0, extent.keys))
 
 
 def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
-    """The tiles of a call, those of the same rows one after another; `like` is q.
+    """Return the tiles of a call, those of the same rows one after another; `like` is q.
 
-    Rows in no tile may attend to nothing. There is a single tile wherever a kernel's own flag, or
-    a bias of moderate size, says everything.
+    Rows in no tile may attend to nothing. There is a single tile if a kernel's own flag, or a bias
+    of moderate size, covers the mask.
     """
     one = whole(mask, extent, like.device)
     return iter((one,)) if one is not None else cut(mask, extent, like)
 
 
 def whole(mask: Mask, extent: Extent, device: torch.device) -> Tile | None:
-    """The one tile of a call that a kernel takes without a bias; `None` where it needs one."""
+    """Return the one tile of a call that needs no bias; `None` if it needs one."""
     causal = flag(mask, extent, device)
     return None if causal is None else Tile(slice(0, extent.queries), slice(0, extent.keys), causal)
 
 
 def cut(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
-    """The tiles of a call that no flag says."""
+    """Yield the tiles of a call that no flag covers."""
     device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
     offset = extent.offset
     end = offset + extent.queries
-    if type(mask) is Causal and 0 < end <= extent.keys:  # what lies before its square is open
+    if type(mask) is Causal and 0 < end <= extent.keys:  # all see the keys before its square
         if offset > 0:
             yield Tile(every, slice(0, offset))
         yield Tile(slice(max(0, -offset), extent.queries), slice(max(0, offset), end), True)
@@ -81,7 +81,7 @@ def cut(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
 
 
 def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: Bounds, rows: slice) -> Iterator[Tile]:
-    """The tiles of some rows; rows whose bias would be too large are halved first."""
+    """Yield the tiles of some rows; rows whose bias would be too large are halved first."""
     edges = bounds.edges(rows)
     width = bias_size(mask, extent, like.device) // (extent.queries * extent.keys)
     needed = max((stop - start for start, stop, open_ in edges if not open_), default=0)
@@ -103,7 +103,7 @@ def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: Bounds, rows: slice) 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Each query's first and last key over batch and heads; whether all between are allowed."""
+    """The first and last key of each query over batch and heads, and those that all may see."""
 
     first: list[int]
     open_first: list[int]
@@ -118,7 +118,7 @@ class Bounds:
         if found is None or not all(map(readable, found)):
             return cls(nothing, nothing, nothing, everything)
         low, high = found
-        empty = high == low  # such rows must not widen what others see
+        empty = high == low  # such rows must not widen the range of others
         first = low.masked_fill(empty, extent.keys).amin((0, 1)).tolist()
         last = high.masked_fill(empty, 0).amax((0, 1)).tolist()
         if mask.biased:
@@ -126,7 +126,7 @@ class Bounds:
         return cls(first, low.amax((0, 1)).tolist(), high.amin((0, 1)).tolist(), last)
 
     def edges(self, rows: slice) -> list[tuple[int, int, bool]]:
-        """Ranges of keys `(start, stop, open)` for these rows; open ones need no bias."""
+        """Return ranges of keys `(start, stop, open)` of these rows; open ones need no bias."""
         first, last = min(self.first[rows]), max(self.last[rows])
         low, high = max(self.open_first[rows]), min(self.open_last[rows])
         if last <= first:
@@ -138,7 +138,7 @@ class Bounds:
 
 
 def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
-    """Where a kernel can do without a bias: whether its causal flag is on; else `None`."""
+    """Return the causal flag of a kernel that needs no bias for the mask; else `None`."""
     square = extent.queries == extent.keys
     if type(mask) is Everything or (type(mask) is Causal and 0 < extent.keys <= extent.offset + 1):
         return False if extent.keys else None
@@ -146,26 +146,23 @@ def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
         return True if square and not extent.offset else None
     if mask.biased or not square:
         return None
-    # Anything else may still come to the same, such as a window wider than the sequence.
-    found = mask.key_ranges(extent, device)
-    if found is None or not all(map(readable, found)):
+    # Other masks may be equal to these, such as a window wider than the sequence.
+    ranges = mask.key_ranges(extent, device)
+    if ranges is None or not all(map(readable, ranges)) or bool((ranges[0] != 0).any()):
         return None
-    low, high = found
-    if not bool((low == 0).all()):
-        return None
-    if bool((high == extent.keys).all()):
+    if bool((ranges[1] == extent.keys).all()):
         return False
     after = torch.arange(1, extent.queries + 1, device=device)
-    return True if bool((high == after).all()) else None
+    return True if bool((ranges[1] == after).all()) else None
 
 
 def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice) -> Tile:
-    """The tile of these rows and keys, with its mask as a bias."""
+    """Return the tile of these rows and keys, with its mask as a bias."""
     i, j = grid(extent, like.device, rows, keys)
     allowed, bias = mask.allowed(i, j, extent), mask.bias(i, j, extent)
     dtype = statistics_dtype(like.dtype)
     if like.device.type != "cpu" and (bias is None or bias.dtype == like.dtype):
-        dtype = like.dtype  # the kernels want it so, and it holds 0, −∞ and the bias as they are
+        dtype = like.dtype  # required by the kernels, and exact for 0, −∞ and the bias
     if allowed is None:
         return Tile(rows, keys, bias=None if bias is None else _four(bias.to(dtype)))
     allowed = _four(allowed)
@@ -175,8 +172,8 @@ def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice
 
 
 def bias_size(mask: Mask, extent: Extent, device: torch.device) -> int:
-    """How many numbers the whole mask has as a bias."""
-    # One row and one column tell which axes the mask has.
+    """Return the number of elements of the whole mask as a bias."""
+    # One row and one column show which axes the mask has.
     i, j = grid(extent, device, slice(0, 1), slice(0, 1))
     axes = [1, 1]
     for part in (mask.allowed(i, j, extent), mask.bias(i, j, extent)):

@@ -1,7 +1,7 @@
-"""The native CPU kernel as Python calls it: the built library, and its three functions.
+"""Calls of the native CPU kernel: the built library, and its three functions.
 
 The library lies beside this file and is called through ctypes on data pointers; it knows nothing
-of PyTorch. One whose struct has another size or version than `interface.py` says is not used.
+of PyTorch. A library whose struct differs in size or version from `interface.py` is not used.
 """
 
 from __future__ import annotations
@@ -18,48 +18,15 @@ import torch
 from torch import Tensor
 
 from . import __path__ as places
-from .interface import (
-    DTYPES,
-    STATISTICS,
-    INTERFACE,
-    LARGEST,
-    SOFTCAPS,
-    WIDEST,
-    CCall,
-    CHost,
-    Problem,
-    Terms,
-)
+from .interface import DTYPES, INTERFACE, STATISTICS, CCall, CHost, Problem
 from .threads import threads
-
-__all__ = [
-    "DTYPES",
-    "STATISTICS",
-    "INTERFACE",
-    "LARGEST",
-    "SOFTCAPS",
-    "WIDEST",
-    "CCall",
-    "CHost",
-    "Problem",
-    "Terms",
-    "backward",
-    "forward",
-    "instructions",
-    "library",
-    "rows_of",
-    "statistics",
-    "sums",
-    "unit",
-    "why_not",
-]
 
 CPU = torch.device("cpu")
 
 BFLOAT16_ONLY = frozenset({"amx", "avx512bf16", "neonbf16"})
-"""Units with code of their own for bfloat16 alone; all else is the next unit's after them."""
+"""Units with code for bfloat16 only; other dtypes run on the next unit after them."""
 
-# The tests hand out poisoned memory here.
+# Tests replace these to hand out poisoned memory.
 empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_strided
 
 
@@ -68,27 +35,27 @@ empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_st
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library, and the instruction sets that it was built for, richest first."""
+    """The loaded library, and the instruction sets it was built for, richest first."""
 
     handle: ctypes.CDLL
     sets: tuple[str, ...]
     here: tuple[bool, ...]
     best: str
-    """The set that calls use: the richest that is known to be fast, as dispatch.cpp says."""
+    """The set that calls use: the richest that is known to be fast (dispatch.cpp)."""
 
     @cached_property
     def usable(self) -> tuple[str, ...]:
-        """The instruction sets that this machine has, richest first."""
+        """The instruction sets of this machine, richest first."""
         return tuple(name for name, here in zip(self.sets, self.here, strict=True) if here)
 
 
 def library() -> Library | None:
-    """The native library; `None` where there is none, and `why_not` says why."""
+    """Return the native library; `None` if there is none (see `why_not`)."""
     return _found if isinstance(_found, Library) else None
 
 
 def why_not() -> str:
-    """Why there is no native library; empty where there is one."""
+    """Return the reason why there is no native library; empty if there is one."""
     return _found if isinstance(_found, str) else ""
 
 
@@ -104,7 +71,7 @@ def _load() -> Library | str:
 
 
 def _find() -> Path | str:
-    for place in places:  # of an editable install, the library may lie apart from the sources
+    for place in places:  # an editable install may keep the library away from the sources
         for name in ("libheadwise.so", "libheadwise.dylib", "headwise.dll"):
             if (Path(place) / name).is_file():
                 return Path(place) / name
@@ -123,8 +90,8 @@ def _checked(handle: ctypes.CDLL, path: Path) -> Library | str:
         return f"{path} is no library of headwise"
     if interface != INTERFACE or size != ctypes.sizeof(CCall):
         return (
-            f"the native kernel {path} speaks interface {interface} ({size} bytes a call), this "
-            f"headwise {INTERFACE} ({ctypes.sizeof(CCall)}): install headwise again"
+            f"the native kernel {path} has interface {interface} ({size} bytes a call), this "
+            f"headwise needs {INTERFACE} ({ctypes.sizeof(CCall)}): install headwise again"
         )
     handle.hw_isa_name.restype = ctypes.c_char_p
     for name in ("hw_forward", "hw_backward", "hw_sums"):
@@ -138,19 +105,19 @@ def _checked(handle: ctypes.CDLL, path: Path) -> Library | str:
     sets = tuple(handle.hw_isa_name(number).decode() for number in numbers)
     here = tuple(bool(handle.hw_isa_here(number)) for number in numbers)
     if not any(here):
-        return f"the native kernel was built for {', '.join(sets)}, and this machine has none"
+        return f"the native kernel was built for {', '.join(sets)}; this machine has none of them"
     return Library(handle, sets, here, sets[handle.hw_isa_best()])
 
 
 def _team() -> int | None:
-    """The OpenMP runtime that PyTorch computes with, if it is GNU's or speaks its language."""
+    """Return the OpenMP runtime of PyTorch if it has GNU's interface, else `None`."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError, TypeError):
         return None
 
 
-_found = _load()  # once, as torch.compile cannot look into this
+_found = _load()  # once, as torch.compile cannot trace this
 _forced = -1
 
 
@@ -164,7 +131,8 @@ def instructions(name: str) -> Iterator[None]:
     global _forced
     loaded = _loaded()
     if name not in loaded.usable:
-        raise ValueError(f"instructions({name!r}): there are {', '.join(loaded.usable)}.")
+        usable = ", ".join(loaded.usable)
+        raise ValueError(f"name must be one of {usable} on this machine, got {name!r}.")
     before, _forced = _forced, loaded.sets.index(name)
     try:
         yield
@@ -190,7 +158,7 @@ def _loaded() -> Library:
 
 
 def _host() -> CHost:
-    """Python, as a call leaves it to compute and asks it whether somebody pressed Ctrl-C."""
+    """Return the functions by which a call releases Python and checks for Ctrl-C."""
     python = ctypes.pythonapi
     functions = python.PyEval_SaveThread, python.PyEval_RestoreThread, python.PyErr_CheckSignals
     return CHost(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
@@ -199,7 +167,7 @@ def _host() -> CHost:
 _HOST = _host()
 _HOST_AT = ctypes.addressof(_HOST)
 
-# What the functions return beside 0, the last two alone or together.
+# Return codes of the functions other than 0; the last two may be combined.
 _NO_MEMORY, _NO_NUMBER, _OVERFLOW = 1, 8, 16
 
 
@@ -208,7 +176,7 @@ def _run(function: str, call: CCall) -> int:
     loaded = _loaded()
     code = getattr(loaded.handle, function)(ctypes.byref(call), _forced)
     if code == _NO_MEMORY:
-        raise MemoryError(f"the native kernel found no memory for {_describe(call)}")
+        raise MemoryError(f"the native kernel is out of memory for {_describe(call)}")
     if code & ~(_NO_NUMBER | _OVERFLOW):
         raise RuntimeError(f"the native kernel refused {_describe(call)} (code {code})")
     return code
@@ -224,10 +192,10 @@ def _describe(call: CCall) -> str:
 
 
 def forward(problem: Problem, needs: int) -> list[Tensor | None]:
-    """Output and the figures of which `needs` has the bit set, `None` in place of the others.
+    """Return the output and the statistics whose bit is set in `needs`; `None` for the others.
 
-    Without values there is no output. The output's memory is `[B, T, H, Dv]`. Numbers that are none
-    show as NaN in the rows that see them, and so do scores that float32 cannot hold.
+    Without values there is no output. The output's memory is `[B, T, H, Dv]`. NaN, and scores that
+    float32 cannot hold, give NaN in the rows that see them.
     """
     call = _start_alike(problem)
     out = None
@@ -235,12 +203,12 @@ def forward(problem: Problem, needs: int) -> list[Tensor | None]:
         out = output_like(problem.q, problem.v)
         call.out = out.data_ptr()
     found: list[Tensor | None] = [out]
-    last = None  # like another, a tensor takes half the time to make
+    last = None  # `empty_like` takes half the time of `empty`
     for bit, name in enumerate(STATISTICS):
         if not needs >> bit & 1:
             found.append(None)
             continue
-        last = _figure(problem.q.shape[:3]) if last is None else empty_like(last)
+        last = _in_float32(problem.q.shape[:3]) if last is None else empty_like(last)
         setattr(call, name, last.data_ptr())
         found.append(last)
     if _run("hw_forward", call) & _OVERFLOW and out is not None:
@@ -255,9 +223,9 @@ def statistics(
     lse: Tensor | None = None,
     on: Tensor | None = None,
 ) -> None:
-    """Write the figures of which `needs` has the bit set into `into` `[F, B, H, T]`.
+    """Write the statistics whose bit is set in `needs` into `into` `[F, B, H, T]`.
 
-    The log-sum-exp is computed anew, whether it is given or not. With 0 in `on`, nothing is done.
+    The log-sum-exp is computed even if it is given. If `on` is 0, nothing is done.
     """
     if on is not None and not int(on):
         return
@@ -269,25 +237,25 @@ def statistics(
 
 
 def rows_of(into: Tensor, needs: int, q: Tensor) -> list[Tensor | None]:
-    """Give each wished figure its place in `into` `[F, B, H, T]`.
+    """Return the part of `into` `[F, B, H, T]` for each statistic of `needs`.
 
     Raises:
-        ValueError: a tensor that does not hold them, each in one piece.
+        ValueError: `into` has another shape, dtype or device, or its parts are not contiguous.
     """
     shape = (needs.bit_count(), *q.shape[:3])
     found = into.unbind() if into.shape == shape else ()
     alike = into.dtype == torch.float32 and into.device == q.device
     if len(found) != shape[0] or not alike or not all(x.is_contiguous() for x in found):
         raise ValueError(
-            f"native kernel: into is {into.dtype} {list(into.shape)} on {into.device}, and must be "
-            f"float32 {list(shape)} on {q.device}, dense along its last three axes."
+            f"native kernel: into must be float32 {list(shape)} on {q.device}, dense along its "
+            f"last three axes, got {into.dtype} {list(into.shape)} on {into.device}."
         )
     rows = iter(found)
     return [next(rows) if needs >> bit & 1 else None for bit in range(len(STATISTICS))]
 
 
 def output(problem: Problem) -> Tensor | None:
-    """The output alone, as `forward` gives it; `None` where some row's weights are no numbers."""
+    """Return the output alone, as `forward`; `None` if the weights of some row are NaN."""
     assert problem.v is not None
     call = _start_alike(problem)
     out = output_like(problem.q, problem.v)
@@ -301,14 +269,14 @@ def output(problem: Problem) -> Tensor | None:
 def backward(
     problem: Problem,
     out: Tensor | None,
-    figures: dict[str, Tensor | None],
+    rows: dict[str, Tensor | None],
     grad_out: Tensor | None,
     grads: dict[str, Tensor | None],
     needed: tuple[bool, bool, bool, bool],
 ) -> list[Tensor | None]:
-    """Gradients in q, k, v and the sinks `[H]`, where they are needed.
+    """Return the gradients in q, k, v and the sinks `[H]`, where they are needed.
 
-    `figures` are those of the forward as it left them, `grads` what comes in for each.
+    `rows` are the statistics of the forward pass, `grads` the gradients in each of them.
     """
     call = _start(problem)
     q, _, v = problem[:3]
@@ -316,7 +284,7 @@ def backward(
     for name, x in (("out", out), ("grad_out", grad_out)):
         if x is not None and v is not None:
             call.point(name, x, q.dtype, (*shape, v.shape[3]))
-    for name, x in (*figures.items(), *((f"grad_{name}", grad) for name, grad in grads.items())):
+    for name, x in (*rows.items(), *((f"grad_{name}", grad) for name, grad in grads.items())):
         if x is not None:
             call.point(name, x, torch.float32, shape)
     found: list[Tensor | None] = []
@@ -327,7 +295,7 @@ def backward(
         found.append(grad)
     shares = None
     if needed[3] and problem.sinks is not None:
-        shares = _figure(shape)
+        shares = _in_float32(shape)
         call.point("grad_sinks", shares, torch.float32, shape)
     _run("hw_backward", call)
     found.append(None if shares is None else shares.sum(2).sum(0))
@@ -341,12 +309,12 @@ def sums(
     received: bool,
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`Σ_i weight_i p_ij` `[B, H, S]` if `received`, and the same by blocks `[B, H, n, n]`.
+    """Return `Σ_i weight_i p_ij` `[B, H, S]` if `received`, and by blocks `[B, H, n, n]`.
 
     `blocks` is the block of every query `[T]` and of every key `[S]`, ascending, and n.
 
     Raises:
-        ValueError: a block that there is not.
+        ValueError: a block number is not in 0…n−1.
     """
     call = _start(problem)
     b, h, t, _ = problem.q.shape
@@ -356,7 +324,7 @@ def sums(
         call.point("weight", weight.to(torch.float32), torch.float32, (t,))
     columns = table = None
     if received:
-        columns = _figure((b, h, s))
+        columns = _in_float32((b, h, s))
         call.point("received", columns, torch.float32, columns.shape)
     if blocks is not None:
         of_query, of_key, n = blocks
@@ -364,15 +332,15 @@ def sums(
         for name, of, size in (("query_block", of_query, t), ("key_block", of_key, s)):
             call.point(name, of.to(torch.int32), torch.int32, (size,))
             if not 0 <= int(of.amin()) <= int(of.amax()) < n:
-                raise ValueError(f"{_describe(call)}: {name} must be numbers from 0 to {n - 1}.")
-        table = _figure((b, h, n, n))
+                raise ValueError(f"{_describe(call)}: {name} must be from 0 to {n - 1}.")
+        table = _in_float32((b, h, n, n))
         call.point("map", table, torch.float32, table.shape)
     _run("hw_sums", call)
     return columns, table
 
 
 def _sum_smaller_numbers(problem: Problem, out: Tensor) -> None:
-    """Fill in where sums over finite values overflowed before they were divided by their weight."""
+    """Recompute outputs whose sums over finite values overflowed before the division."""
     v = problem.v
     assert v is not None
     if not bool(v.isfinite().all()):
@@ -383,12 +351,12 @@ def _sum_smaller_numbers(problem: Problem, out: Tensor) -> None:
     out.copy_(torch.where(out.isfinite(), out, again / factor))
 
 
-def _figure(shape: tuple[int, ...]) -> Tensor:
+def _in_float32(shape: tuple[int, ...]) -> Tensor:
     return empty(shape, dtype=torch.float32, device=CPU)
 
 
 def output_like(q: Tensor, v: Tensor) -> Tensor:
-    """Room for the output `[B, H, T, Dv]`, in such order that merging the heads is a view."""
+    """Return an empty output `[B, H, T, Dv]` in which merging the heads is a view."""
     b, h, t, _ = q.shape
     wide = v.shape[3]
     strides = _output_strides(h, t, wide)
@@ -400,7 +368,7 @@ def _output_strides(heads: int, queries: int, wide: int) -> tuple[int, int, int,
 
 
 def gradient_like(x: Tensor) -> Tensor:
-    """Room for the gradient of a tensor `[B, H, T, D]`, its heads and positions in x's order."""
+    """Return an empty gradient of `x` `[B, H, T, D]`, heads and positions in the same order."""
     b, h, t, d = x.shape
     if x.stride(1) < x.stride(2):
         strides = (t * h * d, d, h * d, 1)
@@ -409,7 +377,7 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 def _start_alike(problem: Problem) -> CCall:
-    """The struct with all inputs, copied from a call's that has the same in all but addresses."""
+    """Return the struct with all inputs, copied from that of a call with other addresses."""
     q, k, v, structs = problem.q, problem.k, problem.v, problem.structs
     if structs is None or problem.sinks is not None:
         return _start(problem)
@@ -419,7 +387,7 @@ def _start_alike(problem: Problem) -> CCall:
     at = q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr()
     if image is None or 0 in at or q.is_neg() or k.is_neg() or (v is not None and v.is_neg()):
         call = _start(problem)
-        if (call.q, call.k, call.v) == at:  # no copy stands in for a tensor
+        if (call.q, call.k, call.v) == at:  # no tensor was replaced by a copy
             structs[place] = CCall.from_buffer_copy(call)
         return call
     call = CCall.from_buffer_copy(image)
@@ -430,13 +398,13 @@ def _start_alike(problem: Problem) -> CCall:
 
 
 def _start(problem: Problem) -> CCall:
-    """The struct with all inputs."""
+    """Return the struct with all inputs."""
     q, k, v, sinks, terms, scale, softcap, *_ = problem
     b, h, t, d = q.shape
     _, g, s, _ = k.shape
     dtype = q.dtype
     if dtype not in DTYPES:
-        raise ValueError(f"native kernel: q is {dtype}, and must be one of {list(DTYPES)}.")
+        raise ValueError(f"native kernel: q must be one of {list(DTYPES)}, got {dtype}.")
     call = CCall(b, h, g, t, s, d, 0, DTYPES[dtype], threads(), _HOST_AT, scale, softcap)
     call.kept = []
     call.point("q", q, dtype, (b, h, t, d))

@@ -1,7 +1,7 @@
-"""What the native kernel reads and writes: its struct as ctypes has it, and what goes into it.
+"""The struct of the native kernel as ctypes has it, and what goes into it.
 
-`cpp/headwise.h` says what each field means; `CCall` mirrors its struct field by field, and
-`CCall.point` looks at every tensor that it points to: dtype, device, shape, strides and memory.
+`cpp/headwise.h` documents the fields; `CCall` mirrors its struct field by field, and `CCall.point`
+checks every tensor that it points to: dtype, device, shape, strides and memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOFTCAPS = (2.0**-120, 2.0**120)
 """The smallest and the largest softcap."""
 
 STATISTICS: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
-"""What one pass gives beside the output, each `[B, H, T]`, in the order of the header."""
+"""The statistics of one pass, each `[B, H, T]`, in the order of the header."""
 
 _int, _pointer, _three, _four = (
     ctypes.c_int64,
@@ -40,7 +40,7 @@ _int, _pointer, _three, _four = (
 
 
 class CHost(ctypes.Structure):
-    """`hw_host`: Python's own functions for it."""
+    """`hw_host`: functions of Python."""
 
     _fields_ = [(name, _pointer) for name in ("leave", "enter", "stop")]
 
@@ -87,22 +87,21 @@ class CCall(ctypes.Structure):
     def point(
         self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], readers: int = 0
     ) -> None:
-        """Point a field at a tensor, or at a copy where it lies otherwise than C reads it.
+        """Point a field at a tensor, or at a copy if C cannot read it as it is.
 
-        That is where its last axis has gaps, where only a flag says that its numbers are negated,
-        or all 0 and nowhere, and where many rows that lie far apart are gone over by many `readers`
-        (FAR): as those of a fused projection do, each is a page then, and they are more pages than
-        the processor holds at hand.
+        It is copied if its last axis has gaps, if only a flag negates its numbers or makes them 0,
+        and if many rows far apart, as of a fused projection, are read by many `readers` (`FAR`):
+        each row is a page then, and there are more pages than the processor caches.
 
         Raises:
-            ValueError: a tensor of another dtype, shape or device, or without memory of its own.
+            ValueError: the tensor has another dtype, shape or device, or no memory of its own.
         """
         shared = name in _SHARED
         fits = x.shape == shape or (shared and _spreads(x, shape))
         if not fits or x.dtype is not dtype or not x.is_cpu:
             given = f"{x.dtype} {list(x.shape)} on {x.device}"
             want = f"{dtype} {list(shape)} on the CPU"
-            raise ValueError(f"native kernel: {name} is {given}, and must be {want}.")
+            raise ValueError(f"native kernel: {name} must be {want}, got {given}.")
         pointer = x.data_ptr()
         if not pointer or x.is_neg():
             x = _in_memory(name, x)
@@ -127,38 +126,38 @@ class CCall(ctypes.Structure):
 
 
 _STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"})
-"""Tensors whose last axis is dense, with a stride for each other; those in no set are dense."""
+"""Tensors with a dense last axis and a stride for each other axis; those in no set are dense."""
 
 FAR = 2048, 256
-"""From how many rows on, and for how many others that go over them, rows are put side by side."""
+"""The number of rows, and of their readers, from which on rows are copied side by side."""
 
 _SHARED = frozenset({"low", "high", "allowed", "bias"})
-"""Tensors with a stride for each axis, of size 1 where all share it."""
+"""Tensors with a stride for each axis; shared axes have size 1."""
 
 
 def _spreads(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has all axes of a shape, or 1 in their place."""
+    """Return True if a tensor has all axes of a shape, or 1 in their place."""
     return x.dim() == len(shape) and all(n in (1, m) for n, m in zip(x.shape, shape, strict=True))
 
 
 def _in_memory(name: str, x: Tensor) -> Tensor:
-    """The numbers of a tensor that has a flag in their place."""
+    """Return a tensor with its numbers in memory, where a flag stands for them."""
     if x.is_neg():
         return x.resolve_neg()
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
     raise ValueError(
-        f"native kernel: {name} is a {type(x).__name__} {list(x.shape)} without memory of its own, "
-        f"and the kernel reads memory; choose another backend."
+        f"native kernel: {name} must have memory of its own, got a {type(x).__name__} "
+        f"{list(x.shape)} without; choose another backend."
     )
 
 
 class Terms(NamedTuple):
-    """Who may attend, and what is added to the scores, as the kernel takes them.
+    """The mask and bias as the kernel takes them.
 
-    Everything that is given must allow a pair. `low`, `high` `[B, H, T]` (int64), `allowed` (bool)
-    and `bias` (float32) `[B, H, T, S]` have size 1 where an axis is shared; `position` is `[T]`,
-    `slopes` `[H]`.
+    A key is visible if every given part allows it. `low`, `high` `[B, H, T]` (int64), `allowed`
+    (bool) and `bias` (float32) `[B, H, T, S]` have size 1 where an axis is shared; `position` is
+    `[T]`, `slopes` `[H]`.
     """
 
     position: Tensor | None = None
@@ -177,10 +176,10 @@ Structs = MutableMapping[Any, CCall]
 
 
 class Problem(NamedTuple):
-    """Attention on CPU tensors: all that the kernel reads. `sinks` is float32 `[H]`.
+    """One attention call: all that the kernels read. `sinks` is float32 `[H]`.
 
-    Of 65536 weights, `dropped` are dropped; `seed`, int64 `[]`, says which.
-    `structs` keeps structs for other calls that have the same sizes, dtypes, terms and numbers.
+    Of 65536 weights, `dropped` are dropped, chosen by `seed` (int64 `[]`).
+    `structs` keeps structs for calls with the same sizes, dtypes, terms and numbers.
     """
 
     q: Tensor

@@ -1,5 +1,4 @@
-"""How many threads the native kernel takes: PyTorch's, and no more than the cgroup's share of CPUs
-lets run."""
+"""The number of threads of the native kernel: PyTorch's, limited by the CPUs of the cgroup."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ import torch
 
 
 def threads() -> int:
-    """The threads of a call: as many as PyTorch computes with, or as the cgroup allows CPUs.
+    """Return the number of threads of a call: PyTorch's, or the CPUs of the cgroup if fewer.
 
-    More threads than that only take each other's turns: the kernel stops all of them when the share
-    of a period is used up.
+    More threads would only take turns: Linux stops all of them when the quota of a period is used.
     """
     limit = _limit()
     number = torch.get_num_threads()
@@ -29,8 +27,7 @@ def _limit() -> int | None:
 def cpu_limit(
     process: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """The CPUs that the process's cgroup, or one above it, lets it use, rounded up; None if it
-    may use all.
+    """Return the CPU limit of the process's cgroups, rounded up; None if there is no limit.
 
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst (`cpu.max`) and scheduler/sched-bwc.rst.
     """
@@ -53,7 +50,7 @@ def cpu_limit(
 
 
 def _share(folder: Path) -> float | None:
-    """The CPUs that one cgroup may use at a time; None without a limit."""
+    """Return the number of CPUs that one cgroup may use; None without a limit."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text("ascii").split()

@@ -1,8 +1,8 @@
-"""The native kernels with their gradient: under autograd, and as operators that compile whole.
+"""The native kernels with their gradient: under autograd, and as operators of compiled graphs.
 
-Eager calls take the shortest way to the library, which is in C++ for CPUs and in Triton for CUDA;
-under `torch.compile` the same computation is the operators `headwise::native_forward`,
-`native_backward` and `native_sums`.
+Eager calls go straight to the library, which is in C++ for CPUs and in Triton for CUDA; under
+`torch.compile` the operators `headwise::native_forward`, `native_backward` and `native_sums` make
+the same computation.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import ctypes_api as cpu
 from . import triton_api as cuda
-from .interface import STATISTICS, Structs, Problem, Terms
+from .interface import STATISTICS, Problem, Structs, Terms
 
 BIT = {name: 1 << bit for bit, name in enumerate(STATISTICS)}
 
 DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "max")
-"""The figures with a gradient; the backward pass reads them as the forward left them."""
-
+"""The statistics with a gradient; the backward pass reads them as the forward left them."""
 
 Again = Callable[[Problem], list[Tensor]]
-"""Computes the output and the figures that are `DIFFERENTIABLE` by differentiable steps."""
+"""Computes the output and the `DIFFERENTIABLE` statistics by differentiable operations."""
 
 
 def compute(
@@ -38,13 +37,13 @@ def compute(
     gradients: bool = True,
     lse: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Output (`None` without values) and the wished figures, differentiable where anything is.
+    """Return the output (`None` without values) and the statistics of `needs`.
 
     `needs` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
-    figure but the log-sum-exp has one: then the backward pass keeps what it keeps of a call without
-    needs, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
-    `again`. On CUDA figures without a graph share one tensor `[F, B, H, T]`, and come from `lse`
-    where another kernel has given it with the output.
+    statistic but the log-sum-exp has one: then the backward pass keeps the same tensors as that of
+    a call without needs, which activation checkpointing requires. Second derivatives are those of
+    `again`. On CUDA statistics without a graph share one tensor `[F, B, H, T]`, and are computed
+    from `lse` if another kernel has returned it with the output.
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
     needs_kept = (needs | BIT["lse"], needs | BIT["lse"] if gradients else BIT["lse"])
@@ -52,8 +51,8 @@ def compute(
         found = torch.ops.headwise.native_forward(
             q, k, v, sinks, *terms, *numbers, seed, *needs_kept
         )
-        wished = [v is not None, *(bool(needs & bit) for bit in BIT.values())]
-        return [x if yes else None for x, yes in zip(found, wished, strict=True)]
+        given = [v is not None, *(bool(needs & bit) for bit in BIT.values())]
+        return [x if yes else None for x, yes in zip(found, given, strict=True)]
     if _differentiated(problem):
         return list(_Attention.apply(*problem, *needs_kept, again))
     if not q.is_cuda:
@@ -73,11 +72,11 @@ def statistics(
     lse: Tensor | None = None,
     on: Tensor | None = None,
 ) -> None:
-    """Write the wished figures into `into` `[F, B, H, T]` (float32, dense), without a gradient.
+    """Write the statistics of `needs` into `into` `[F, B, H, T]` (float32, dense). No gradient.
 
-    On CUDA that is one launch, and neither allocates nor waits. `lse` is that of the kernel that
-    made the output, where it gives one; with 0 in `on` (int32 `[]`) nothing is written. Compiled
-    code has it as the operator `headwise::statistics`.
+    On CUDA this is one launch, and neither allocates nor waits. `lse` is that of the kernel that
+    computed the output, if it returns one; if `on` (int32 `[]`) is 0, nothing is written. Compiled
+    graphs hold it as the operator `headwise::statistics`.
     """
     q, k, _, sinks, terms, scale, softcap, *_ = problem
     q, k, sinks = q.detach(), k.detach(), None if sinks is None else sinks.detach()
@@ -91,10 +90,10 @@ def statistics(
 def sampled(
     problem: Problem, needs: int, rows: Tensor, lse: Tensor, every: int = 0
 ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
-    """Figures of the queries `rows`, and of all queries others, from their log-sum-exp.
+    """Return statistics of the queries `rows`, and others of all queries, from their log-sum-exp.
 
-    They have no gradient. `None` where no kernel makes them in one launch: on CPUs, and where
-    somebody follows operators.
+    They have no gradient. Returns `None` where no kernel computes them in one launch: on CPUs, and
+    where operators are traced.
     """
     q, k, sinks = problem.q.detach(), problem.k.detach(), problem.sinks
     sinks = None if sinks is None else sinks.detach()
@@ -105,10 +104,10 @@ def sampled(
 
 
 def output(problem: Problem) -> Tensor | None:
-    """The output alone, without gradient.
+    """Return the output alone, without gradient.
 
-    `None` where `compute()` is to be asked: somebody differentiates or follows the call, or some
-    row's weights are no numbers.
+    Returns `None` where `compute()` is required: the call is differentiated or traced, or the
+    weights of some row are NaN.
     """
     if _differentiated(problem) or not _by_pointer(problem):
         return None
@@ -122,7 +121,7 @@ def sums(
     received: bool,
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Column sums and block maps of P (see `cpu.sums`); they have no gradient."""
+    """Return column sums and block maps of P (see `cpu.sums`); they have no gradient."""
     q, k, _, sinks, terms, scale, softcap, *_ = problem
     q, k, lse = q.detach(), k.detach(), lse.detach()
     sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
@@ -136,33 +135,33 @@ def sums(
 
 
 def _library(problem: Problem) -> Any:
-    """What computes a problem, where its tensors are."""
+    """Return the module that computes a problem on its device."""
     return cuda if problem.q.is_cuda else cpu
 
 
 def _differentiated(problem: Problem) -> bool:
-    """Whether autograd will come back for any part of the problem."""
+    """Return True if autograd differentiates any part of the problem."""
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad for x in problem[:4])
 
 
 def _by_pointer(problem: Problem, *others: Tensor | None) -> bool:
-    """Return True if the library may be given pointers into the tensors of a problem, and others.
+    """Return True if the library may read and write the tensors by pointer.
 
-    Else the operators compute it. Nobody who follows them sees what is written through a pointer:
-    a compiler, `torch.export`, `torch.jit.trace`, a mode such as a counter of FLOPs. And tensors
-    without memory of their own have no pointer: fake, meta and functional ones, and wrappers.
+    Else the operators compute the problem: compilers, `torch.export`, `torch.jit.trace` and modes
+    such as FLOP counters do not see what is written through a pointer, and tensors without memory
+    of their own have none (fake, meta and functional tensors, and wrappers).
     """
     if is_compiling() or _len_torch_dispatch_stack() > 0 or _get_tracing_state() is not None:
         return False
-    if problem.structs is None or problem.sinks is not None:  # else a kind's tensors are plain
+    if problem.structs is None or problem.sinks is not None:  # else all are known to be plain
         others = (*problem[:4], *problem.terms[:6], problem.seed, *others)
     return not others or all(x is None or (type(x) in _PLAIN and not _elsewhere(x)) for x in others)
 
 
 def _elsewhere(x: Tensor) -> bool:
-    """Return True if a plain tensor has no memory, or another one that holds its numbers."""
+    """Return True if a plain tensor has no memory, or another tensor holds its numbers."""
     return x.is_meta or torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -193,8 +192,8 @@ class _Attention(torch.autograd.Function):
         problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed, structs)
         found = _library(problem).forward(problem, needs)
         ctx.set_materialize_grads(False)
-        figures = _kept(found[1:], kept, ctx)
-        ctx.save_for_backward(q, k, v, sinks, seed, *terms[:6], found[0], *figures)
+        rows = _kept(found[1:], kept, ctx)
+        ctx.save_for_backward(q, k, v, sinks, seed, *terms[:6], found[0], *rows)
         ctx.flags, ctx.numbers, ctx.again = terms[6:], (scale, softcap, dropped), again
         return tuple(found)
 
@@ -211,19 +210,19 @@ class _Attention(torch.autograd.Function):
         elif not _by_pointer(problem, *rest[6:], *incoming):
             found = _gradient_by_operator(problem, rest[6:], incoming, needed)
         else:
-            figures, gradients = (
+            rows, gradients = (
                 dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
             )
             library = _library(problem)
-            found = library.backward(problem, rest[6], figures, incoming[0], gradients, needed)
+            found = library.backward(problem, rest[6], rows, incoming[0], gradients, needed)
         return (*found, *(None,) * 9)
 
 
 def _gradient_with_graph(
     problem: Problem, incoming: list[Tensor | None], needed: Sequence[bool], again: Again
 ) -> list[Tensor | None]:
-    """Gradients in q, k, v and the sinks that can be differentiated themselves."""
-    # Each a tensor of its own: the graph between them, as of keys made from the queries, stays out.
+    """Return gradients in q, k, v and the sinks that are themselves differentiable."""
+    # Views keep the graph between the inputs out, as of keys computed from the queries.
     own = [None if x is None else x.view_as(x) for x in problem[:4]]
     q, k, v, sinks = own
     assert q is not None
@@ -270,10 +269,9 @@ def _gradient_by_operator(
     return [g if yes else None for g, yes in zip(found, needed, strict=True)]
 
 
-def _kept(figures: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor | None]:
-    """Of the figures of a forward pass, those that its backward pass reads; the others are marked
-    as without gradient."""
-    found = dict(zip(STATISTICS, figures, strict=True))
+def _kept(rows: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor | None]:
+    """Return the statistics that the backward pass reads; mark the others as without gradient."""
+    found = dict(zip(STATISTICS, rows, strict=True))
     read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and kept & BIT[name]}
     rest = [x for name, x in found.items() if x is not None and name not in read]
     if rest:
@@ -283,7 +281,7 @@ def _kept(figures: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor 
 
 # ── operators ───────────────────────────────────────────────────────────────────────────────────
 
-# Operators give tensors only: one that is not there is empty, of shape [0].
+# Operators return tensors only: one that was not requested is empty, of shape [0].
 _READ = (
     "Tensor q, Tensor k, Tensor? v, Tensor? sinks, Tensor? position, Tensor? low, Tensor? high, "
     "Tensor? allowed, Tensor? bias, Tensor? slopes, SymInt offset, bool causal, int window, "
@@ -296,7 +294,7 @@ _EIGHT = ", ".join(["Tensor"] * (1 + len(STATISTICS)))
 
 
 def _problem(args: tuple[Any, ...]) -> Problem:
-    """What `_READ` says, and `_DROPOUT` if that is there, put together again."""
+    """Return the arguments of `_READ`, and `_DROPOUT` if given, as a problem."""
     q, k, v, sinks, *terms = args[:13]
     return Problem(q, k, v, sinks, Terms(*terms), *args[13:17])
 
@@ -318,18 +316,18 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 @_forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     q, v, needs = args[0], args[2], args[17]
-    figures = [
+    rows = [
         q.new_empty(q.shape[:3], dtype=torch.float32) if needs & bit else None
         for bit in BIT.values()
     ]
-    return _filled([None if v is None else cpu.output_like(q, v), *figures], q)
+    return _filled([None if v is None else cpu.output_like(q, v), *rows], q)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     out = None if inputs[2] is None else output[0]
-    figures = _kept(output[1:], inputs[18], ctx)
-    ctx.save_for_backward(*inputs[:10], inputs[16], out, *figures)
+    rows = _kept(output[1:], inputs[18], ctx)
+    ctx.save_for_backward(*inputs[:10], inputs[16], out, *rows)
     ctx.numbers = inputs[10:16]
 
 
@@ -358,8 +356,8 @@ _forward.register_autograd(_differentiate, setup_context=_remember)
     ),
 )
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    (out, *figures), (grad_out, *grads), needed = args[17:24], args[24:31], args[31]
-    kept = dict(zip(DIFFERENTIABLE, figures, strict=True))
+    (out, *rows), (grad_out, *grads), needed = args[17:24], args[24:31], args[31]
+    kept = dict(zip(DIFFERENTIABLE, rows, strict=True))
     incoming = dict(zip(DIFFERENTIABLE, grads, strict=True))
     problem = _problem(args)
     found = _library(problem).backward(problem, out, kept, grad_out, incoming, tuple(needed))
@@ -368,9 +366,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
-        "the native kernel's operators have no second derivative, and somebody follows operators "
-        "here (a compiler, a mode or a tensor subclass); for double backward (create_graph=True) "
-        "call attention with backend='blocked'"
+        "the native kernel's operators have no second derivative under a compiler, a mode or a "
+        "tensor subclass; for double backward (create_graph=True) use backend='blocked'"
     )
 
 
@@ -396,8 +393,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 def _sums(*args: Any) -> tuple[Tensor, ...]:
     problem = _problem((*args[:2], None, *args[2:14]))
     lse, weight, received, *blocks = args[14:]
-    asked = None if blocks[0] is None else (blocks[0], blocks[1], blocks[2])
-    return _filled(list(_library(problem).sums(problem, lse, weight, received, asked)), args[0])
+    of_blocks = None if blocks[0] is None else (blocks[0], blocks[1], blocks[2])
+    return _filled(list(_library(problem).sums(problem, lse, weight, received, of_blocks)), args[0])
 
 
 @_sums.register_fake
@@ -409,7 +406,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return _filled([columns, table], q)
 
 
-# It makes no tensor, and one that is defined so is called in a ninth of the time.
+# It returns no tensor; an operator defined this way is called in a ninth of the time.
 _operators = torch.library.Library("headwise", "FRAGMENT")
 _operators.define(
     f"statistics({_READ.replace('Tensor? v, ', '')}, Tensor? lse, Tensor(a!) into, Tensor? on, "
@@ -432,12 +429,12 @@ def _(*args: Any) -> None:
     return None
 
 
-# ── what they count as ──────────────────────────────────────────────────────────────────────────
+# ── FLOPs ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @register_flop_formula(torch.ops.headwise.native_forward)
 def _(q: torch.Size, k: torch.Size, v: torch.Size | None, *_: Any, **__: Any) -> int:
-    """As PyTorch counts its own kernels: both products in full, whatever the mask spares."""
+    """Count both products in full, whatever the mask leaves out, as PyTorch's kernels are."""
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + (0 if v is None else v[3]))
 
 

@@ -1,4 +1,4 @@
-"""Call the Triton kernels: what `ctypes_api` does for CPUs, on CUDA."""
+"""Calls of the Triton kernels: the functions of `ctypes_api`, on CUDA."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .ctypes_api import gradient_like, output_like, rows_of
 from .interface import STATISTICS, Problem, Terms
 
 WIDEST_EXACT = 128
-"""The widest heads and values in float32, of which less fits into the memory of a program."""
+"""The widest heads and values in float32 that fit into the memory of a program."""
 
 COLUMNS = 64
-"""Of a block map, how many are made in one pass: as values they are in float32."""
+"""The columns of a block map that one pass computes, as values in float32."""
 
 FEW = 16
-"""Sampled queries that a program takes at a time: there are so few that many share the keys."""
+"""The sampled queries of a program: few, as there are few in all."""
 
 _BEYOND = 2**30
-"""Farther than any key."""
+"""A window wider than any sequence."""
 
 
 def why_not(device: torch.device | None = None) -> str:
-    """Return what keeps the kernels from running on a device; empty if nothing does."""
+    """Return the reason why the kernels cannot run on a device; empty if they can."""
     try:
         import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -41,21 +41,21 @@ def why_not(device: torch.device | None = None) -> str:
 
 @functools.cache
 def _kernels() -> Any:
-    from . import triton_kernels  # it imports Triton, which takes a while
+    from . import triton_kernels  # imports Triton, which is slow
 
     return triton_kernels
 
 
 def forward(problem: Problem, needs: int) -> list[Tensor | None]:
-    """Output and the figures of which `needs` has the bit set, as `ctypes_api.forward`."""
+    """Return the output and the statistics whose bit is set in `needs`: one launch."""
     q, v = problem.q, problem.v
     out = None if v is None else output_like(q, v)
-    found = [
+    rows = [
         q.new_empty(q.shape[:3], dtype=torch.float32) if needs >> bit & 1 else None
         for bit in range(len(STATISTICS))
     ]
-    _forward(problem, out, found)
-    return [out, *found]
+    _forward(problem, out, rows)
+    return [out, *rows]
 
 
 def statistics(
@@ -65,26 +65,26 @@ def statistics(
     lse: Tensor | None = None,
     on: Tensor | None = None,
 ) -> Tensor | None:
-    """Write the figures of which `needs` has the bit set into `into` `[F, B, H, T]`.
+    """Write the statistics whose bit is set in `needs` into `into` `[F, B, H, T]`: one launch.
 
-    That is one launch. Return the output, where there are values. Without them the log-sum-exp
-    `[B, H, T]` of another kernel may be given: then nothing is rescaled. The kernel reads `on`, an
-    int32 `[]`: with 0 it leaves what is there.
+    Return the output, if there are values. Without them the log-sum-exp `[B, H, T]` of another
+    kernel may be given: then nothing is rescaled. The kernel reads `on`, an int32 `[]`: if it is 0,
+    nothing is written.
     """
-    found = rows_of(into, needs, problem.q)
+    rows = rows_of(into, needs, problem.q)
     out = None if problem.v is None else output_like(problem.q, problem.v)
-    _forward(problem, out, found, None if lse is None else lse.contiguous(), on)
+    _forward(problem, out, rows, None if lse is None else lse.contiguous(), on)
     return out
 
 
 def sampled(
     problem: Problem, needs: int, rows: Tensor, lse: Tensor, every: int = 0
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The figures of the queries `rows` `[n]` (int64, ascending), and of all queries others.
+    """Return statistics of the queries `rows` `[n]` (int64, ascending), and others of all queries.
 
-    `needs` and `every` have a bit for each: `[B, H, n]` and `[B, H, T]`; of all queries there are
-    the largest score and the masses of single keys. That is one launch, given the log-sum-exp of
-    all queries.
+    `needs` and `every` have a bit for each: `[B, H, n]` and `[B, H, T]`. Those of all queries are
+    the largest score and the masses of single keys. Given the log-sum-exp of all queries, this is
+    one launch.
     """
     q = problem.q
     extents = (needs, len(rows)), (every, q.shape[2])
@@ -92,7 +92,7 @@ def sampled(
         q.new_empty((bits.bit_count(), *q.shape[:2], n), dtype=torch.float32) if bits else None
         for bits, n in extents
     )
-    some_rows, every_rows = (_rows_of(wished, x) for wished, x in ((needs, some), (every, whole)))
+    some_rows, every_rows = (_rows_of(bits, x) for bits, x in ((needs, some), (every, whole)))
     named = {f"{name}_out": x for name, x in zip(STATISTICS, some_rows, strict=True)}
     named |= {
         f"every_{name}": x for name, x in zip(STATISTICS, every_rows, strict=True) if x is not None
@@ -104,7 +104,7 @@ def sampled(
 
 
 def _rows_of(bits: int, into: Tensor | None) -> list[Tensor | None]:
-    """Of a tensor that has a row for each bit, that row at the place of each figure."""
+    """Return the part of a tensor for each statistic whose bit is set."""
     rows = iter(() if into is None else into.unbind())
     return [next(rows) if bits >> bit & 1 else None for bit in range(len(STATISTICS))]
 
@@ -112,39 +112,39 @@ def _rows_of(bits: int, into: Tensor | None) -> list[Tensor | None]:
 def _forward(
     problem: Problem,
     out: Tensor | None,
-    figures: Sequence[Tensor | None],
+    rows: Sequence[Tensor | None],
     lse: Tensor | None = None,
     on: Tensor | None = None,
     softmax: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:
-    named = {f"{name}_out": x for name, x in zip(STATISTICS, figures, strict=True)}
+    named = {f"{name}_out": x for name, x in zip(STATISTICS, rows, strict=True)}
     named |= {"base_out": softmax[0], "total_out": softmax[1], "lse": lse, "on": on}
     named |= {"out": out, "out_at": None if out is None else out.stride()}
     _launch("forward", problem, "queries", **named)
 
 
 def output(problem: Problem) -> Tensor | None:
-    """The output alone; to see whether all weights are numbers the call would have to wait."""
+    """Return the output alone, NaN or not: to check it, the host would have to wait."""
     return forward(problem, 0)[0]
 
 
 def backward(
     problem: Problem,
     out: Tensor | None,
-    figures: dict[str, Tensor | None],
+    rows: dict[str, Tensor | None],
     grad_out: Tensor | None,
     grads: dict[str, Tensor | None],
     needed: tuple[bool, bool, bool, bool],
 ) -> list[Tensor | None]:
-    """Gradients in q, k, v and the sinks `[H]`, as `ctypes_api.backward`.
+    """Return the gradients in q, k, v and the sinks `[H]`, as `ctypes_api.backward`.
 
-    `dS = P ∘ (dP + c − g_H (s − top) + g_J (j − position) + …)`, where all that is the same for
-    every key of a row is put into one number c.
+    `dS = P ∘ (dP + c − g_H (s − base) + g_J (j − position) + …)`; c holds all terms that are equal
+    for every key of a row.
     """
     q, k, v, sinks = problem[:4]
-    lse = figures["lse"]
+    lse = rows["lse"]
     assert lse is not None
-    gone = lse == -torch.inf
+    dead = lse == -torch.inf
     base, total = _softmax_of(problem, lse)
     constant = torch.zeros_like(lse)
     if v is None:
@@ -154,15 +154,15 @@ def backward(
         constant -= (grad_out.float() * out.float()).sum(-1)
     incoming = {name: g.float().contiguous() for name, g in grads.items() if g is not None}
     for name, g in incoming.items():
-        figure = figures[name]
-        assert figure is not None
+        row = rows[name]
+        assert row is not None
         if name == "lse":
             constant += g
         elif name == "entropy":
-            constant -= g * (figure - total.log())
+            constant -= g * (row - total.log())
         else:
-            constant -= g * figure
-    constant.masked_fill_(gone, 0.0)
+            constant -= g * row
+    constant.masked_fill_(dead, 0.0)
     each = ("entropy", "ahead", "first", "previous", "self")
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
@@ -183,7 +183,7 @@ def backward(
         g_v = torch.zeros_like(v)
     g_sinks = None
     if needed[3] and sinks is not None:
-        above = sinks.float()[:, None] - base.masked_fill(gone, torch.inf)
+        above = sinks.float()[:, None] - base.masked_fill(dead, torch.inf)
         weight = above.exp() / total
         change = constant
         if "entropy" in incoming:
@@ -199,7 +199,7 @@ def sums(
     received: bool,
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Column sums and block maps of P, as `ctypes_api.sums`."""
+    """Return column sums and block maps of P, as `ctypes_api.sums`."""
     q, k = problem.q, problem.k
     lse = lse.float().contiguous()
     weight = None if weight is None else weight.float().contiguous()
@@ -215,10 +215,10 @@ def sums(
 
 
 def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What the scores of each row are taken relative to, and the sum of the weights then.
+    """Return the base that the scores of each row are taken relative to, and the sum of weights.
 
-    That is the log-sum-exp and 1, but where it is so large that its last place shows in the
-    weights: there it is the largest score. The kernel itself looks; the host does not wait.
+    These are the log-sum-exp and 1; if the log-sum-exp is so large that its rounding shows in the
+    weights, the largest score. The kernel itself decides; the host does not wait.
     """
     lse = lse.contiguous()
     softmax = torch.empty_like(lse), torch.empty_like(lse)
@@ -229,8 +229,8 @@ def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _block_map(
     problem: Problem, weight: Tensor | None, blocks: tuple[Tensor, Tensor, int]
 ) -> Tensor:
-    """Sums over blocks of queries of what each gives to blocks of keys: one-hot columns are the
-    values, `COLUMNS` of them to a pass."""
+    """Return sums of P over blocks of queries and keys: one-hot columns are the values, `COLUMNS`
+    to a pass."""
     of_query, of_key, n = blocks
     q, k = problem.q, problem.k
     b, h, _, _ = q.shape
@@ -248,18 +248,18 @@ def _block_map(
 
 
 class _Plan(NamedTuple):
-    """A kernel with its arguments in order, `None` where those of a single launch belong."""
+    """A kernel with its arguments in order; those of a single launch are `None`."""
 
     kernel: Any
     arguments: list[Any]
     places: dict[str, int]
     tensors: tuple[tuple[int, int], ...]
-    """Places of the problem's own tensors, and which of them."""
+    """Places of the problem's tensors among the arguments, and their numbers in the problem."""
     options: dict[str, int]
     blocks: int
-    """The rows, or keys, that a program takes at a time."""
+    """The queries or keys of a program."""
     compiled: dict[tuple[Any, ...], Any]
-    """What Triton has compiled, by all that it looks at in the arguments of a launch."""
+    """Compiled kernels, by everything that Triton specializes on in the arguments of a launch."""
 
 
 _PLANS: dict[tuple[Any, ...], _Plan] = {}
@@ -289,7 +289,7 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
         arguments[places[one]] = value
         if isinstance(value, Tensor):
             variant.append((value.dtype, value.data_ptr() % 16))
-        elif type(value) is not int:  # for which nothing is compiled
+        elif type(value) is not int:  # integers are not specialized on
             variant.append(value)
     length = {"queries": q.shape[2], "keys": k.shape[2]}.get(over, 0)
     rows = q.shape[0] * (k if name == "backward_keys" else q).shape[1]
@@ -298,7 +298,7 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
     with torch.cuda.device(q.device) if elsewhere else nullcontext():
         variant_key = tuple(variant)
         compiled = plan.compiled.get(variant_key)
-        if compiled is not None:  # which spares Triton's own look at every argument
+        if compiled is not None:  # Triton does not inspect the arguments again
             compiled[programs, 1, 1](*arguments)
             return
         compiled = plan.kernel[(programs,)](*arguments, **plan.options)
@@ -307,7 +307,7 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
 
 
 def _plan(name: str, problem: Problem) -> _Plan:
-    """Put together what launches of one kind have in common."""
+    """Return what launches of one kind have in common."""
     q, k, v, sinks, terms, scale, softcap = problem[:7]
     wide, heads = 0 if v is None else v.shape[3], q.shape[1]
     tables = terms.allowed is not None or terms.bias is not None
@@ -366,23 +366,23 @@ def _chosen(
 
 
 def _strides(terms: Terms) -> dict[str, Any]:
-    """The strides of ranges and tables, 0 along axes that all share."""
-    found: dict[str, Any] = {}
+    """Return the strides of ranges and tables, 0 along shared axes."""
+    strides: dict[str, Any] = {}
     for name in ("low", "high", "allowed", "bias"):
         x = getattr(terms, name)
         if x is not None:
             steps = zip(x.shape, x.stride(), strict=True)
-            found[f"{name}_at"] = tuple(0 if n == 1 else step for n, step in steps)
-    return found
+            strides[f"{name}_at"] = tuple(0 if n == 1 else step for n, step in steps)
+    return strides
 
 
 def _power(width: int) -> int:
-    """The power of 2 that holds so many columns; matrix units take no fewer than 16."""
+    """Return the power of 2 that holds so many columns; matrix units take at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _pieces(width: int) -> tuple[int, int]:
-    """A power of 2 and another one, or 0, that hold so many columns with the fewest to spare."""
+    """Return a power of 2, and another or 0, that hold so many columns with the least padding."""
     whole = _power(width)
     first = whole // 2
     more = _power(width - first) if first >= 16 else whole
@@ -390,10 +390,10 @@ def _pieces(width: int) -> tuple[int, int]:
 
 
 def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> dict[str, int]:
-    """How many queries and keys a program takes at a time, and how it is run.
+    """Return the queries and keys of a program, its warps and its stages.
 
-    The best of five to eight tried on an H100 at widths of 64 and 128; where a program compiled for
-    it has since come to hold more than its registers take, the nearest that fits.
+    These are the fastest of five to eight settings on an H100 at widths of 64 and 128; if a program
+    compiled for it later needed more registers than there are, the nearest setting that fits.
     """
     if exact:
         return {"BM": 64, "BN": 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 1}

@@ -234,8 +234,8 @@ def _scores(dot, rows, j, by, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
             s -= tl.load(by.slopes + by.h) * tl.abs(rows.pos - j).to(tl.float32)
         if by.bias is not None:
             place = by.bias + by.b * by.bias_at[0] + by.h * by.bias_at[1]
-            place += rows.i.to(tl.int64) * by.bias_at[2] + j.to(tl.int64) * by.bias_at[3]
-            s += tl.load(place, mask=j < by.keys, other=0.0)
+            place += rows.i.to(tl.int64) * by.bias_at[2]
+            s += tl.load(place + j.to(tl.int64) * by.bias_at[3], mask=j < by.keys, other=0.0)
     if MASKED:
         ok = (j >= 0) & (j < by.keys) & (j >= rows.low) & (j < rows.high)
         if CAUSAL:
@@ -244,8 +244,8 @@ def _scores(dot, rows, j, by, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
             ok &= j > rows.pos - by.window
         if by.allowed is not None:
             place = by.allowed + by.b * by.allowed_at[0] + by.h * by.allowed_at[1]
-            place += rows.i.to(tl.int64) * by.allowed_at[2] + j.to(tl.int64) * by.allowed_at[3]
-            ok &= tl.load(place, mask=j < by.keys, other=0) != 0
+            place += rows.i.to(tl.int64) * by.allowed_at[2]
+            ok &= tl.load(place + j.to(tl.int64) * by.allowed_at[3], mask=j < by.keys, other=0) != 0
         s = tl.where(ok, s, float("-inf"))
     return s, bend
 
