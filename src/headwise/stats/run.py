@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backends import Backend, Call, RowStatistics, Native, choose
+from ..backends import Backend, Call, Native, RowStatistics, choose
 from ..core.call import check_scores
 from ..core.modes import no_graph, readable
 from . import identities
