@@ -14,16 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 # The packages and modules that are checked by default; the list grows until it is all of them.
-CLEAN = [
-    "check",
-    "integrations",
-    "models",
-    "parallel",
-    "systems",
-    "telemetry",
-    "tutorial",
-    "weights",
-]
+CLEAN = "check integrations models parallel systems telemetry tutorial weights".split()
 
 # First words of a docstring that open a clause instead of an instruction or a noun.
 CLAUSES = set(
@@ -53,6 +44,8 @@ CLASSES = set(
     """Net Road Replaced Waiting Settled Looking Asked Served Figures Kept Texts Figure Hugging Told
     Found Given""".split()
 )
+# The same layer in two packages, and in two libraries.
+TWINS = {"Conv1D", "GPT2MultiHeadAttention"}
 PHRASES = re.compile(
     r"\b(even attention|random repeats|at hand|in sight|as far as seen|middle half|none of these"
     r"|asked for|foretells?|tells?|told|hears?|heard|mends?|wishes"
@@ -104,43 +97,49 @@ def openings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def problems(file: Path) -> Iterator[tuple[int, str]]:
     """Yield the line of each problem in a file, and what to change."""
-    source = file.read_text()
+    source, texts = file.read_text(), list[tuple[int, str]]()
     if file.suffix == ".toml":
-        for number, line in enumerate(source.splitlines(), 1):
-            yield from ((number, f"rewrite {hit.group()!r}") for hit in PHRASES.finditer(line))
-        return
-    if bad_name(file.stem, set()):
-        yield 1, f"rename the module {file.stem!r}"
-    tree = ast.parse(source)
-    for line, name, worse in names(tree):
-        if bad_name(name, worse):
-            yield line, f"rename {name!r}: a noun for a value, a verb of the field for a function"
-    for line, first in openings(tree):
-        yield line, f"open the docstring with an imperative or a noun, not with {first!r}"
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT or "STRING" in tokenize.tok_name[token.type]:
-            for hit in PHRASES.finditer(token.string):
-                line = token.start[0] + token.string.count("\n", 0, hit.start())
-                yield line, f"rewrite {hit.group()!r}"
+        texts = list(enumerate(source.splitlines(), 1))
+    else:
+        if bad_name(file.stem, set()):
+            yield 1, f"rename the module {file.stem!r}"
+        tree = ast.parse(source)
+        for line, name, worse in names(tree):
+            if bad_name(name, worse):
+                yield line, f"rename {name!r}: nouns for values, verbs of the field for functions"
+        for line, first in openings(tree):
+            yield line, f"open the docstring with an imperative or a noun, not with {first!r}"
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT or "STRING" in tokenize.tok_name[token.type]:
+                texts += enumerate(token.string.split("\n"), token.start[0])
+    for line, text in texts:
+        yield from ((line, f"rewrite {hit.group()!r}") for hit in PHRASES.finditer(text))
+
+
+def homonyms(files: list[Path]) -> Iterator[str]:
+    """Yield the class names that mean several things, with their modules."""
+    places: dict[str, list[str]] = {}
+    for file in (one for one in files if one.suffix == ".py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in TWINS:
+                places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    return (f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1)
 
 
 def main(parts: list[str]) -> int:
-    count = 0
+    files: list[Path] = []
     for part in parts:
         place = PACKAGE / part
-        files = (
-            [place]
-            if place.is_file()
-            else sorted(place.rglob("*.py")) + sorted(place.rglob("*.toml"))
-        )
-        if not files:
-            print(f"{part}: no such package", file=sys.stderr)
-            return 2
-        for file in files:
-            for line, problem in sorted(set(problems(file))):
-                print(f"{file.relative_to(PACKAGE.parents[1])}:{line}: {problem}")
-                count += 1
-    return 1 if count else 0
+        files += [place] if place.is_file() else sorted(place.rglob("*.py"))
+        files += sorted(place.rglob("*.toml"))
+    found = [
+        f"{file.relative_to(PACKAGE.parents[1])}:{line}: {problem}"
+        for file in files
+        for line, problem in sorted(set(problems(file)))
+    ]
+    found += (f"rename a class, as its name means several things: {one}" for one in homonyms(files))
+    print("\n".join(found), end="\n" * bool(found))
+    return 1 if found or not files else 0
 
 
 if __name__ == "__main__":

@@ -22,14 +22,12 @@ from torch import nn
 from .call import (
     AXES,
     FunctionLayer,
-    PlainCall,
     ShownCall,
     first_line,
     is_function_of_qkv,
     plain_call,
 )
 from .code import (
-    class_sources,
     describe,
     input_width,
     line_of,
@@ -38,7 +36,6 @@ from .code import (
     required,
     signature,
     sizes_in,
-    source_of,
 )
 from .names import building_role
 from .rules import violation
@@ -595,6 +592,3 @@ def _bound(layer: FunctionLayer, arguments: dict[str, Any]) -> FunctionLayer:
         ]
         layer.forward_like.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return layer
-
-
-__all__ = ["Broken", "PlainCall", "Request", "Sizes", "class_sources", "resolve", "source_of"]

@@ -15,7 +15,6 @@ import inspect
 import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -360,6 +359,3 @@ def _fits(thing: Any) -> bool:
         first = list(inspect.signature(thing).parameters)[:3]
         return [name[:1].lower() for name in first] == ["q", "k", "v"]
     return inspect.isclass(thing) and issubclass(thing, nn.Module)
-
-
-__all__ = ["CHECKING", "IMPORTING", "check_file", "judged", "load", "split_target", "traceback"]

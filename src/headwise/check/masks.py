@@ -479,6 +479,3 @@ def rotary(ctx: Probing) -> Finding | None:
     if not ctx.target.causal and ctx.near(ctx.call(swapped)[:, -1], ctx.out[:, -1]):
         return violation("rotary", "idle")
     return passed("rotary")
-
-
-__all__ = ["cross", "learn_causality", "learn_forms", "mask", "padding", "rotary"]

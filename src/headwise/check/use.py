@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from .behavior import POSITIONS, bent
 from .code import class_sources, describe, line_of, set_dropout
-from .probing import Failed, Probing
+from .probing import Probing
 from .rules import passed, skipped, violation
 from .target import Question, Target, causal_mask, tensors_in
 from .verdict import Finding
@@ -348,20 +348,3 @@ def context(ctx: Probing) -> Finding | None:
     if out.shape[1] != longest + 1 or not ctx.near(out[:, :longest], ctx.call(x[:, :longest])):
         return violation("context", "silent", longest=longest)
     return None
-
-
-__all__ = [
-    "Failed",
-    "context",
-    "contiguous",
-    "deterministic",
-    "dropout",
-    "dropout_in_eval",
-    "gradients",
-    "input_kept",
-    "move",
-    "registered",
-    "reload",
-    "runs",
-    "train_eval",
-]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..behavior import _weights_option
 from ..code import class_sources, names_in, numbers_in
@@ -263,6 +263,3 @@ def _reasons(case: Case, target: Target) -> list[str]:
     )
     reasons += [f"{calls[1]}()"] if calls else []
     return reasons
-
-
-__all__ = ["Tensor", "run"]
