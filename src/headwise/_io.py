@@ -17,7 +17,7 @@ from ._text import one_line
 
 try:
     import fcntl
-except ImportError:  # Windows: two writers are not told apart there
+except ImportError:  # Windows: two writers are not distinguished there
     fcntl = None
 
 TEMPORARY = ".headwise-*.tmp"

@@ -48,15 +48,15 @@ class HeadTable(ABC):
             return html.escape(repr(self))
 
 
-def frame_of(said: str, table: Callable[[], Any], instead: str = "table()") -> DataFrame:
+def frame_of(name: str, table: Callable[[], Any], instead: str = "table()") -> DataFrame:
     """Return a table as a pandas `DataFrame`; raise an `ImportError` that quotes
     `call.to_pandas()`."""
     try:
         from pandas import DataFrame
     except ImportError:
         raise ImportError(
-            f"{said}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
-            f"{said}.{instead}"
+            f"{name}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
+            f"{name}.{instead}"
         ) from None
     return DataFrame(table())
 

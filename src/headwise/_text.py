@@ -60,19 +60,19 @@ def escaped(text: object) -> str:
     )
 
 
-def one_line(said: object) -> str:
+def one_line(text: object) -> str:
     """Return a text in one line, such as the message of an error."""
-    return " ".join(str(said).split())
+    return " ".join(str(text).split())
 
 
-def and_more(said: Sequence[str], most: int = 3) -> str:
+def and_more(items: Sequence[str], most: int = 3) -> str:
     """Return the first of a list, and the number of the others.
 
     >>> and_more(["one", "two", "three"], most=2)
     'one, two and 1 more'
     """
-    more = f" and {len(said) - most} more" if len(said) > most else ""
-    return ", ".join(said[:most]) + more
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def must_be_text(text: str, name: str) -> None:

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .backends import Call, check_scores, choose
-from .core.heard import observers
 from .core.mask_algebra import Mask
-from .core.shapes import as_given
+from .core.observers import observers
+from .core.shapes import no_autocast
 from .core.unknown import Unknown, refuse_unknown
 
 _AS_IS = nullcontext()
@@ -89,7 +89,7 @@ def attend(
 
 def _output(call: Call, backend: str) -> Tensor:
     """Compute the output of a checked call."""
-    with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
+    with no_autocast(call.q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
         out, lse = choose(call, backend).output(call.drawn() if call.dropout else call)
     if lse is not None:
         check_scores(call, lse)

@@ -82,8 +82,8 @@ def assert_attention(
         target = resolve(layer, args, wanted, Request(sizes, wanted.pop("seed", 0), call))
         learn_causality(target, any(one.severity == "error" for one in learn_forms(target)))
         allowed = tolerance or TOLERANCE.get(target.dtype, 0.02)
-        for what, x, given in _inputs(target):
-            _compare(target, reference, what, x, given, allowed)
+        for case, x, given in _inputs(target):
+            _compare(target, reference, case, x, given, allowed)
     return verdict
 
 
@@ -117,7 +117,7 @@ def _inputs(target: Target) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
 def _compare(
     target: Target,
     reference: Callable[..., Any],
-    what: str,
+    case: str,
     x: Tensor,
     given: dict[str, Any],
     tolerance: float,
@@ -142,7 +142,7 @@ def _compare(
     found, right = target(mine, **values), reference(*first, other, **values)
     if found.shape != right.shape:
         raise AssertionError(
-            f"{what}: the output is {list(found.shape)}, the reference's {list(right.shape)}"
+            f"{case}: the output is {list(found.shape)}, the reference's {list(right.shape)}"
         )
     pairs = [("the output", found[rows], right[rows])]
     along = torch.randn(found[rows].shape, generator=torch.Generator().manual_seed(1)).to(found)
@@ -155,7 +155,7 @@ def _compare(
         rounding = 16 * torch.finfo(one.dtype).eps  # a gradient may be 0 but for it
         if not bool(gap.max() <= tolerance * size + rounding):  # NaN is no number below it
             raise AssertionError(
-                f"{what}: {name} differs from the reference by {float(gap.max() / size):.2g} of "
+                f"{case}: {name} differs from the reference by {float(gap.max() / size):.2g} of "
                 f"its largest number (allowed: {tolerance:g})"
             )
 

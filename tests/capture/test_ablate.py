@@ -17,7 +17,7 @@ from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
 from headwise.capture.head_outputs import HeadOutputs, head_outputs
 from headwise.capture.session import catch
-from headwise.core.heard import observers
+from headwise.core.observers import observers
 
 B, T, HEADS, D = 3, 7, 5, 4
 E = HEADS * D

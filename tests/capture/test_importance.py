@@ -19,7 +19,7 @@ from headwise.capture.effects import HeadEffects, join_tables
 from headwise.capture.head_outputs import head_outputs
 from headwise.capture.importance import ablation_scan, importance
 from headwise.capture.session import catch
-from headwise.core.heard import observers
+from headwise.core.observers import observers
 
 B, T, HEADS, D = 3, 7, 5, 4
 E = HEADS * D

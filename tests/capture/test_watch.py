@@ -22,8 +22,8 @@ import headwise as hw
 from headwise.capture.ablate import ablate
 from headwise.capture.mask_import import as_mask, without_padding
 from headwise.capture.session import catch
-from headwise.core.heard import observers
 from headwise.core.masks import Dense
+from headwise.core.observers import observers
 from headwise.core.shapes import Extent
 
 E, HEADS, T = 12, 3, 7

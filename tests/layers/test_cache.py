@@ -58,7 +58,7 @@ def test_every_append_returns_the_whole_past(calls, kind):
             keys, values = cache.append(k[:, :, rows], v[:, :, rows])
         assert torch.equal(keys, k[:, :, : rows.stop])
         assert torch.equal(values, v[:, :, : rows.stop])
-        assert cache.length == cache.kept == rows.stop
+        assert cache.length == cache.stored == rows.stop
 
 
 @settings(deadline=None, max_examples=60)
@@ -74,7 +74,7 @@ def test_a_rolling_cache_returns_what_a_window_can_reach(calls, window):
         assert torch.equal(keys, k[:, :, first : rows.stop])
         assert torch.equal(values, v[:, :, first : rows.stop])
         assert cache.length == rows.stop
-        assert cache.kept == min(rows.stop, window - 1)
+        assert cache.stored == min(rows.stop, window - 1)
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def test_reset_forgets_and_takes_another_shape(options):
     with torch.no_grad():
         cache.append(*tokens(5))
         cache.reset()
-        assert cache.length == cache.kept == 0
+        assert cache.length == cache.stored == 0
         k, v = tokens(4, seed=1, batch=7)
         keys, values = cache.append(k.bfloat16(), v.bfloat16())
     assert torch.equal(keys, k.bfloat16())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fresh
-from headwise.core import heard
+from headwise.core import observers
 from headwise.core.masks import Bias, Causal, Dense, Padding, Window
 from headwise.layers.attention import MultiHeadAttention
 from headwise.layers.rope import RoPE
@@ -220,19 +220,19 @@ def test_an_observer_takes_the_place_of_attend():
     def observer(call, backend, run):
         keywords = {"mask": call.mask, "softcap": call.softcap, "dropout": call.dropout}
         keywords |= {"sinks": call.sinks, "backend": backend}
-        calls.append((heard.HERE.source, call.q.shape, call.k.shape, call.v.shape, keywords))
+        calls.append((observers.HERE.source, call.q.shape, call.k.shape, call.v.shape, keywords))
         return torch.zeros_like(call.q)
 
     mask = Causal()
-    heard.observers.append(observer)
+    observers.observers.append(observer)
     try:
         out = layer(x, mask=mask)
     finally:
-        heard.observers.remove(observer)
+        observers.observers.remove(observer)
     assert torch.equal(out, layer.out.bias.expand_as(out))
     keywords = {"mask": mask, "softcap": 3.0, "dropout": 0.0, "sinks": None, "backend": "auto"}
     assert calls == [((layer, True, 0), (B, 6, T, D), (B, 6, T, D), (B, 6, T, D), keywords)]
-    assert heard.HERE.source is None
+    assert observers.HERE.source is None
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import headwise as hw
-from headwise.core import heard
+from headwise.core import observers
 from headwise.core.call import Call
 from models import E, Make, apart, gpt, pair, train
 
@@ -137,20 +137,23 @@ def check_dropout(mesh: DeviceMesh) -> None:
     ids, dropped = torch.randint(31, (2, 13)), []
 
     def hear(call: Call, backend: str, run: Callable[[], Tensor]) -> Tensor:
-        if heard.HERE.source is None or heard.HERE.source.layer is not model.transformer.h[0].attn:
+        if (
+            observers.HERE.source is None
+            or observers.HERE.source.layer is not model.transformer.h[0].attn
+        ):
             return run()
         q, k, zeros = call.q, call.k, torch.zeros_like
         eye = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
         options = {"mask": call.mask, "scale": call.scale, "dropout": call.dropout}
-        heard.observers.remove(hear)
+        observers.observers.remove(hear)
         out = hw.attend(zeros(q), zeros(k), eye, **options, backend="eager")
-        heard.observers.append(hear)
+        observers.observers.append(hear)
         dropped.append(out == 0)
         return run()
 
-    heard.observers.append(hear)
+    observers.observers.append(hear)
     out = model(ids).detach()
-    heard.observers.remove(hear)
+    observers.observers.remove(hear)
     for other in of_all(out, mesh).chunk(mesh.size()):
         assert torch.equal(other, out)
     every = of_all(dropped[0].int().transpose(0, 1), mesh)

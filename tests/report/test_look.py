@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from headwise.core.heard import observers
+from headwise.core.observers import observers
 from headwise.models.corpus import TextError, repeated_tokens, train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, load
 from headwise.report import LookError, budget, look, token_texts

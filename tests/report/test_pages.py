@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.core.heard import observers
+from headwise.core.observers import observers
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the installed package

@@ -23,7 +23,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from headwise.core.heard import observers
+from headwise.core.observers import observers
 from headwise.integrations import MonitorCallback
 from headwise.telemetry import Alarm, Rule
 from headwise.telemetry.wrappers import plain_name

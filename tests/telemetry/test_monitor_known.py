@@ -21,7 +21,7 @@ import headwise.capture.known
 from headwise.capture import session
 from headwise.capture.known import known
 from headwise.capture.private_torch import modes
-from headwise.core.heard import observers
+from headwise.core.observers import observers
 from hugging_cases import CASES
 from journeys import moves
 from monitored import B, E, Fused, H, batch

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..core.numbers import whole
+from ..core.numbers import as_int
 from .call import AttentionCall, seed_of_call
 from .head_address import HeadAddress, Layer, as_written, is_layer, parse_head, parse_layer
 from .head_outputs import HeadOutputs, drawn, valid_queries
@@ -201,7 +201,7 @@ def _by_layer(heads: Heads) -> dict[Layer, tuple[int, ...]]:
             layer = parse_layer(name)
             found[layer] = (*found.get(layer, ()), *_numbers(name, numbers))
         return found
-    single = isinstance(heads, tuple) and len(heads) == 2 and whole(heads[1]) is not None
+    single = isinstance(heads, tuple) and len(heads) == 2 and as_int(heads[1]) is not None
     if single or isinstance(heads, str) or not isinstance(heads, Iterable):
         heads = [heads]  # type: ignore[list-item]
     for address in heads:

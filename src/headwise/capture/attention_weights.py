@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._text import and_more, brief
-from ..core.numbers import whole, whole_numbers
+from ..core.numbers import as_int, whole_numbers
 from ..core.reference import Definition
 from ..stats.entries import entries
 from ..stats.lse import LOG_SUM_EXP
@@ -74,7 +74,7 @@ def attention_of(
     """
     call_said = f"…, layer={layer!r}, head={head!r}"
     said = check_model("attention_of", model).replace("…", call_said)
-    if nth is not None and whole(nth) is None:
+    if nth is not None and as_int(nth) is None:
         raise ValueError(f"{said}: nth={nth!r} must be the number of a call, from 0.")
     wanted, head = _parse(model, layer, head, said)
     _check_inputs(said, inputs)
@@ -125,7 +125,7 @@ def attention_of(
         )
     every = list(found.values())
     weights = every[0] if len(every) == 1 else torch.cat(every)
-    return weights if whole(head) is None else weights[:, 0]
+    return weights if as_int(head) is None else weights[:, 0]
 
 
 def _parse(model: nn.Module, layer: Any, head: Any, said: str) -> tuple[Layer, Any]:
@@ -165,7 +165,7 @@ def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, said:
     """Return the numbers of the requested heads."""
     if head is None:
         return list(range(call.heads))
-    one = whole(head)
+    one = as_int(head)
     chosen = whole_numbers(head) if one is None else [one]
     if not chosen or not all(0 <= number < call.heads for number in chosen):
         raise ValueError(f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}.")
@@ -182,7 +182,7 @@ def _check_inputs(said: str, inputs: Any) -> None:
             f"{said}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
             f"as tokenizer(text, return_tensors='pt')."
         )
-    if all(whole(one) is not None for one in listed):
+    if all(as_int(one) is not None for one in listed):
         raise ValueError(
             f"{said}: inputs is {brief(inputs)}, and the items of a list are arguments; give token "
             f"ids as a tensor [B, T], such as torch.tensor([ids])."

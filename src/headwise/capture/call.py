@@ -16,7 +16,7 @@ from ..core.call import Call
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
 from ..core.modes import NOTHING, no_graph
-from ..core.numbers import whole
+from ..core.numbers import as_int
 from ..core.shapes import extent_of
 from ..stats.mass import Mass
 from ..stats.observe import read
@@ -61,7 +61,7 @@ class Looking:
 
     def draws(self, queries: int) -> bool:
         """Whether it draws some of a call's queries."""
-        return whole(self.queries) is not None and self.looked_at(queries) < queries
+        return as_int(self.queries) is not None and self.looked_at(queries) < queries
 
     def looked_at(self, queries: int) -> int:
         """At how many of a call's queries."""

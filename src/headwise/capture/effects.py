@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._tables import HeadTable, frame_of
-from ..core.numbers import fault_of_flags, said
+from ..core.numbers import fault_of_flags, format_value
 from .head_address import Layer, joined_numbers, module_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class HeadEffects(HeadTable):
             ValueError: `normalise` that is neither True nor False.
         """
         if fault := fault_of_flags(normalise=normalise):
-            raise ValueError(f"table(normalise={said(normalise)}): {fault}.")
+            raise ValueError(f"table(normalise={format_value(normalise)}): {fault}.")
         return [
             {"layer": self.numbers[module], **row}
             for module, figures in self._samples.items()

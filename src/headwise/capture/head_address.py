@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..core.numbers import whole
+from ..core.numbers import as_int
 
 Layer = str | int
 """A layer by the qualified name of its module, a pattern of such names, or its number."""
@@ -54,7 +54,7 @@ def parse_layer(layer: object) -> Layer:
     if isinstance(layer, str):
         numbered = _NUMBERED.fullmatch(layer)
         return int(numbered[1]) if numbered else as_written(layer)
-    number = whole(layer)
+    number = as_int(layer)
     if number is None or number < 0:
         raise ValueError(
             f"layer {layer!r:.80}: give its number from 0, such as 2 or 'L2', or the name of its "
@@ -82,7 +82,7 @@ def parse_head(address: object) -> tuple[Layer, int]:
             return int(found["number"]), int(found["head"])
         return parse_layer(found["name"]), int(found["its"])
     if isinstance(address, tuple | list) and len(address) == 2:
-        head = whole(address[1])
+        head = as_int(address[1])
         if head is not None and head >= 0:
             return parse_layer(address[0]), head
     raise ValueError(
@@ -117,6 +117,6 @@ def module_of(layer: object, numbers: Mapping[str, int]) -> Any:
     """
     if isinstance(layer, str):
         layer = parse_layer(layer)
-    if whole(layer) is None:
+    if as_int(layer) is None:
         return layer
     return next((name for name, number in numbers.items() if number == layer), f"L{layer}")

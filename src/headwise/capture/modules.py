@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from .._text import and_more
-from ..core.numbers import whole
+from ..core.numbers import as_int
 from .head_address import Layer, as_written, is_layer, parse_layer
 from .parts import Waiting
 from .private_torch import has_parts, outside_graphs
@@ -339,7 +339,7 @@ def told_heads(heads: Heads) -> Callable[[str], int | None]:
     """
     given = heads if isinstance(heads, Mapping) else {"*": heads}
     for name, number in given.items() if heads is not None else ():
-        if not isinstance(name, str) or whole(number) is None or number in (0, -1, -2):
+        if not isinstance(name, str) or as_int(number) is None or number in (0, -1, -2):
             raise ValueError(
                 f"heads={heads!r:.80}: give a number of heads, such as 12; their axis counted from "
                 f"the end, such as -3 of [batch, heads, length, width]; or a dict of either by "

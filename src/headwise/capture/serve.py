@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..backends import Call, choose, consider
 from ..core.mask_algebra import Mask
 from ..core.masks import Bias
-from ..core.shapes import Extent, as_given
+from ..core.shapes import Extent, no_autocast
 from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
 from .net import Depth, Functions, Net, Replaced
@@ -158,7 +158,7 @@ class Served(OnePass):
     def out(self) -> Float[Tensor, "B H T Dv"]:
         """Compute the heads' outputs."""
         call = self.call
-        with as_given(call.q.device) if autocast() else nullcontext():
+        with no_autocast(call.q.device) if autocast() else nullcontext():
             out, lse = choose(call, self.backend).output(call.drawn() if call.dropout else call)
         return self.finish(out, lse)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..core.numbers import fault_of_flags, whole
+from ..core.numbers import as_int, fault_of_flags
 from ..stats.entropy import Entropy
 from ..stats.mass import Mass
 from ..stats.patterns import First, Previous, Self
@@ -100,7 +100,7 @@ def watch(
             f"watch({kind}, running=True, gradients=True): sums over calls have no gradient; watch "
             f"the calls of one loss without running."
         )
-    if whole(seed) is None:
+    if as_int(seed) is None:
         raise ValueError(f"watch({kind}, …, seed={seed!r:.80}): give a whole number.")
     figures: list[str] = []
     if statistics is not DEFAULT:

@@ -48,7 +48,7 @@ def _recorded(run: Run, folder: Path) -> Iterator[None]:
         run.model,
         run.optimizer,
         every=max(1, run.config.steps // RECORDS),
-        rules=[replace(rule, then=_say) for rule in RULES],
+        rules=[replace(rule, then=_print) for rule in RULES],
         history=folder / HISTORY,
         step=run.step,
         overwrite=True,
@@ -69,11 +69,11 @@ def _write_page(folder: Path) -> None:
     except NothingRecordedError:
         return
     except (ValueError, OSError) as error:
-        _say(f"there is no timeline: {error}")
+        _print(f"there is no timeline: {error}")
         return
     named = len({(alarm.layer, alarm.head) for alarm in run.alarms})
-    _say(f"{named} of {len(run.heads)} heads with an alarm; timeline: {page}")
+    _print(f"{named} of {len(run.heads)} heads with an alarm; timeline: {page}")
 
 
-def _say(what: object) -> None:
-    print(f"headwise: {escaped(what)}", file=sys.stderr)
+def _print(message: object) -> None:
+    print(f"headwise: {escaped(message)}", file=sys.stderr)

@@ -177,7 +177,7 @@ def _ranks(
     from ..parallel.group import joined  # torch.distributed takes a while to import
     from ..parallel.training import DataParallelRanks
 
-    # The terminal and torchrun both send Ctrl-C to each rank, so none of these ends the program.
+    # The terminal and torchrun both send Ctrl-C to each rank, so neither ends the program.
     with until_signalled(signal.SIGINT, signal.SIGTERM, once=False) as signalled, joined(timeout):
         yield DataParallelRanks(strategy or "ddp"), signalled
 

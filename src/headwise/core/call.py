@@ -24,7 +24,7 @@ from .dropout import draw_seed
 from .mask_algebra import And, Mask
 from .masks import Bias, as_mask
 from .modes import forward_derivatives, readable
-from .numbers import real, said
+from .numbers import format_value, real
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
 
 
@@ -261,14 +261,15 @@ def fault_of_numbers(
         if found is None and isinstance(scale, Tensor) and scale.requires_grad:
             return "scale has a gradient and must be a plain number; multiply q by it instead"
         if found is None or not -largest <= found <= largest:
-            return f"scale must be a finite number of {kind} and is {said(scale)}"
+            return f"scale must be a finite number of {kind} and is {format_value(scale)}"
     if softcap is not None:
         found = real(softcap)
         if found is None or not least <= found <= largest:
-            return f"softcap must be above 0 and finite in {kind}, or None, and is {said(softcap)}"
+            given = format_value(softcap)
+            return f"softcap must be above 0 and finite in {kind}, or None, and is {given}"
     found = real(dropout)
     if found is None or not 0.0 <= found < 1.0:
-        return f"dropout must be at least 0 and below 1 and is {said(dropout)}"
+        return f"dropout must be at least 0 and below 1 and is {format_value(dropout)}"
     return None
 
 
@@ -300,7 +301,7 @@ def check_scores(
 
     Their softmax would be none either: a row of P that is NaN, or a mean of the wrong keys. What is
     NaN or infinite in q or k itself goes on into the rows that it reaches. The log-sum-exp of all
-    queries, or of these, tells; elsewhere than on the CPU the call would have to wait for it.
+    queries, or of these, shows it; it is read on the CPU only, as other devices would have to wait.
     """
     lse = lse.detach()
     if lse.device.type != "cpu" or (call.prepared is None and not readable(lse)):

@@ -209,7 +209,7 @@ class And(_Combined):
 
 @dataclass(frozen=True)
 class Or(_Combined):
-    """What any part allows; written `a | b`. Masks that add to the scores cannot be parts."""
+    """The pairs that any part allows; written `a | b`. No part may add to the scores."""
 
     from_first_key = True
 

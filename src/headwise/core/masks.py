@@ -25,7 +25,7 @@ from torch import Tensor
 from .index import lookup, take
 from .mask_algebra import Interval, Mask
 from .modes import readable
-from .numbers import said, whole
+from .numbers import as_int, format_value
 from .shapes import Extent
 
 
@@ -36,14 +36,14 @@ def as_mask(mask: object) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
-        told = "headwise.Bias(mask) adds its numbers to the scores"
+        hint = "headwise.Bias(mask) adds its numbers to the scores"
         if mask.dtype == torch.bool:
-            told = (
+            hint = (
                 "headwise.Dense(mask) where True means 'may attend', headwise.Dense(~mask) where "
                 "True means 'hidden'"
             )
         raise ValueError(
-            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: {told}."
+            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: {hint}."
         )
     if isinstance(mask, type) and issubclass(mask, Mask):
         needs = is_dataclass(mask) and any(field.default is MISSING for field in fields(mask))
@@ -364,14 +364,16 @@ def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
 
 
 def _count(mask: Mask, value: object, least: int, rule: str) -> int:
-    if (number := whole(value)) is None or number < least:
-        raise ValueError(f"{type(mask).__name__}({said(value)}): {rule}.")
+    if (number := as_int(value)) is None or number < least:
+        raise ValueError(f"{type(mask).__name__}({format_value(value)}): {rule}.")
     return number
 
 
 def _must_be_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name}({said(value)}): give a torch.Tensor, such as torch.tensor(…).")
+        raise ValueError(
+            f"{name}({format_value(value)}): give a torch.Tensor, such as torch.tensor(…)."
+        )
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
         raise ValueError(f"{name}({kind}): give a dense one, as by padding or to_dense().")

@@ -15,10 +15,10 @@ LONGEST = 1 << 62
 """More keys than a tensor can have, and few enough to add and subtract in 64 bits."""
 
 
-def whole(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """Return a whole number, `LONGEST` at most; `None` for others: True, 2.0, "2", a tensor.
 
-    >>> whole(3), whole(2**70) == LONGEST, whole(True), whole(2.0)
+    >>> as_int(3), as_int(2**70) == LONGEST, as_int(True), as_int(2.0)
     (3, True, None, None)
     """
     if type(value) is not int and (
@@ -38,7 +38,7 @@ def whole_numbers(given: object) -> list[int] | None:
     listed = given.tolist() if isinstance(given, Tensor) else given
     if not isinstance(listed, Collection) or isinstance(listed, str | bytes):
         return None
-    found = [number for one in listed if (number := whole(one)) is not None]
+    found = [number for one in listed if (number := as_int(one)) is not None]
     return found if len(found) == len(listed) else None
 
 
@@ -50,17 +50,17 @@ def fault_of_flags(**flags: object) -> str | None:
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            return f"{name} must be True or False and is {said(value)}"
+            return f"{name} must be True or False and is {format_value(value)}"
     return None
 
 
 def check_whole(of: object, name: str, least: int = -LONGEST) -> None:
     """Raise ValueError for a field that is no whole number, or is under the least."""
     value = getattr(of, name)
-    if (number := whole(value)) is None or number < least:
+    if (number := as_int(value)) is None or number < least:
         bound = "" if least == -LONGEST else f", at least {least}"
         raise ValueError(
-            f"{type(of).__name__}({said(value)}): {name} must be a whole number{bound}."
+            f"{type(of).__name__}({format_value(value)}): {name} must be a whole number{bound}."
         )
 
 
@@ -91,10 +91,10 @@ def fault_of_eps(eps: object) -> str | None:
     found = real(eps)
     if found is not None and 0.0 <= found < math.inf:
         return None
-    return f"qk_norm_eps must be a finite number of at least 0, got {said(eps)}"
+    return f"qk_norm_eps must be a finite number of at least 0, got {format_value(eps)}"
 
 
-def said(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as one short line."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"{value.dtype} {list(value.shape)}"

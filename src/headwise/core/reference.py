@@ -25,7 +25,7 @@ from .shapes import Extent, extent_of, statistics_dtype
 
 @dataclass(frozen=True)
 class Definition:
-    """Everything the textbook computes on the way.
+    """The results of the textbook, intermediate ones included.
 
     `logits` are the scores that enter the softmax, −inf where not allowed; `weights` the
     probabilities before dropout, 0 in rows that may attend to nothing, whose `lse` is −inf. With

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .numbers import said, whole
+from .numbers import as_int, format_value
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Extent:
 
     @property
     def inside(self) -> bool:
-        """Whether every query stands at a key."""
+        """True if every query stands at a key."""
         return 0 <= self.offset <= self.keys - self.queries
 
     @property
@@ -66,10 +66,11 @@ def extent_of(
     """Return the sizes of q, k and v; raise ValueError where they do not fit together."""
     if fault := _misfit(q, k, v):
         raise ValueError(f"{quote(q, k, v, function)}: {fault}")
-    first = None if first_query is None else whole(first_query)
+    first = None if first_query is None else as_int(first_query)
     if first is None and first_query is not None:
         raise ValueError(
-            f"{quote(q, k, v, function)}: first_query={said(first_query)}: give the key position "
+            f"{quote(q, k, v, function)}: first_query={format_value(first_query)}: "
+            f"give the key position "
             f"of query 0, a whole number."
         )
     return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
@@ -138,7 +139,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def as_given(device: torch.device) -> AbstractContextManager[object]:
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Compute in the dtypes given, also where autocast would lower those of products."""
     kind = device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):

@@ -39,7 +39,7 @@ _WRITE = {
 
 
 def refuse_unknown(
-    said: str,
+    call: str,
     function: Callable[..., object],
     given: Iterable[str],
     instead: Mapping[str, str] = MappingProxyType({}),
@@ -47,7 +47,7 @@ def refuse_unknown(
 ) -> NoReturn:
     """Raise TypeError for the first of the given arguments, which `function` does not have.
 
-    `said` is the beginning of the call; hints in `instead` replace those for `attend`. Parameters
+    `call` is the beginning of the call; hints in `instead` replace those for `attend`. Parameters
     with a default, and names in `shared`, are suggested otherwise.
 
     >>> refuse_unknown("attend(…", lambda x, mask=None: x, {"is_causal": True})
@@ -64,4 +64,4 @@ def refuse_unknown(
         hint = f"did you mean {near[0]}=?" if near else f"there are: {', '.join(known)}."
     else:
         hint += "."
-    raise TypeError(f"{said}, {name}=…): there is no such argument; {hint}")
+    raise TypeError(f"{call}, {name}=…): there is no such argument; {hint}")

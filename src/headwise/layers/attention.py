@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..attend import attend
 from ..backends import check_name
 from ..core.call import fault_of_numbers
-from ..core.heard import made_by, observers
 from ..core.mask_algebra import Mask
-from ..core.numbers import fault_of_eps, fault_of_flags, said, whole
+from ..core.numbers import as_int, fault_of_eps, fault_of_flags, format_value
+from ..core.observers import made_by, observers
 from ..core.shapes import not_dense
 from ..core.unknown import Unknown, refuse_unknown
 from .kv_cache import KVCache
@@ -23,11 +23,11 @@ _SEE = (
     "hw.attention_of(layer, {'x': x, 'mask': mask}, layer=0) returns the attention weights, and "
     "hw.watch(layer) statistics of every head"
 )
-_ASKED_TO_SEE = ("need_weights", "average_attn_weights", "output_attentions", "return_attention")
+_WEIGHT_OPTIONS = ("need_weights", "average_attn_weights", "output_attentions", "return_attention")
 _CONTEXT = "the layer makes keys and values itself, of x or of context=, one tensor for both"
 _CACHE = "write cache=hw.KVCache(), the same object for every call of a layer"
 
-_IN_CALLS = dict.fromkeys(_ASKED_TO_SEE, _SEE) | {
+_IN_CALLS = dict.fromkeys(_WEIGHT_OPTIONS, _SEE) | {
     "key": _CONTEXT,
     "value": _CONTEXT,
     "past_key_value": _CACHE,
@@ -47,7 +47,7 @@ _MASKS = (
 _KV_DIM = "write kv_dim=, the width of the context that keys and values are made of"
 _SINKS = "sinks=True gives each head a learned logit that takes a share of its attention"
 _WHEN_BUILT = (
-    dict.fromkeys(_ASKED_TO_SEE, _SEE)
+    dict.fromkeys(_WEIGHT_OPTIONS, _SEE)
     | dict.fromkeys(_MASKS, "give the mask to the call: layer(x, mask=hw.Causal())")
     | {
         "batch_first": "leave it out: the layer takes and returns [batch, length, embed_dim]",
@@ -269,20 +269,20 @@ class MultiHeadAttention(nn.Module):
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         if cache is None:
             q, k, v = self._place(q, k, v, None)
-            with self._heard(context is None, 0):
+            with self._observed(context is None, 0):
                 out = self._attend(q, k, v, mask)
             return self._merge(out)
         mark = cache.mark()
         try:
             q, k, v = self._place(q, k, v, cache)
-            with self._heard(True, cache.length - k.shape[2]):
+            with self._observed(True, cache.length - k.shape[2]):
                 out = self._attend(q, k, v, mask)
             return self._merge(out)
         except BaseException:  # a call that fails, or is stopped, leaves no half of it behind
             cache.rewind(mark)
             raise
 
-    def _heard(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
+    def _observed(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
         """Let observers know whose calls those of a `with` block are, if there are any."""
         if torch.compiler.is_compiling() or not observers:
             return _NOTHING
@@ -296,7 +296,7 @@ class MultiHeadAttention(nn.Module):
             hint = "; a mask is given by name, mask=…" if isinstance(context, Mask) else ""
             fault = f"context {wrong}{hint}"
         elif cache is not None and not isinstance(cache, KVCache):
-            fault = f"cache must be a KVCache, got {said(cache)}; write cache=hw.KVCache()"
+            fault = f"cache must be a KVCache, got {format_value(cache)}; write cache=hw.KVCache()"
         if fault is not None:
             raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {fault}")
         fault = self._fault_of_sharding() if self.head_shard is None else None
@@ -320,7 +320,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"{call}: {fault}")
 
     def _fault_of_sharding(self) -> str | None:
-        """What is wrong with a fused projection whose rows lie over ranks, in words."""
+        """Return what is wrong with a fused projection whose rows lie over ranks, in words."""
         for name in ("qkv", "kv"):
             linear = self._modules.get(name)
             if linear is None or type(linear._parameters.get("weight")) is nn.Parameter:
@@ -505,10 +505,12 @@ def _check_sizes(
         "kv_dim": kv_dim,
         "out_dim": out_dim,
     }
-    shown = ", ".join(f"{name}={said(size)}" for name, size in sizes.items() if size is not None)
+    shown = ", ".join(
+        f"{name}={format_value(size)}" for name, size in sizes.items() if size is not None
+    )
     call = f"MultiHeadAttention({shown})"
     for name, size in sizes.items():
-        if size is not None and whole(size) is None:
+        if size is not None and as_int(size) is None:
             raise ValueError(f"{call}: {name} must be a whole number")
         if size is not None and size < 1:
             raise ValueError(f"{call}: {name} must be at least 1")

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.numbers import LONGEST, said, whole
+from ..core.numbers import LONGEST, as_int, format_value
 
 _SPARE = 64
 """Rows that a growing cache takes beyond what it needs now."""
@@ -39,7 +39,7 @@ class KVCache:
     """
 
     def __init__(self, *, max_length: int | None = None, window: int | None = None) -> None:
-        call = f"KVCache(max_length={said(max_length)}, window={said(window)})"
+        call = f"KVCache(max_length={format_value(max_length)}, window={format_value(window)})"
         if max_length is not None and window is not None:
             raise ValueError(f"{call}: give max_length or window, not both: a window bounds itself")
         self.max_length = None if max_length is None else _checked(max_length, call)
@@ -58,14 +58,14 @@ class KVCache:
         return self._seen
 
     @property
-    def kept(self) -> int:
+    def stored(self) -> int:
         """Tokens that the cache holds now; less than `length` only with a window."""
         return self._stop - self._start
 
     def append(
         self, k: Float[Tensor, "B G T D"], v: Float[Tensor, "B G T D"]
     ) -> tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
-        """Adds T tokens and returns all keys and values to attend to, in order, theirs last.
+        """Add T tokens and return all keys and values to attend to, in order, theirs last.
 
         Args:
             k, v: `[B, G, T, D]` of the new tokens.
@@ -80,7 +80,7 @@ class KVCache:
         """
         self._check(k, v)
         count = k.shape[2]
-        long = self.window is not None and self.kept + count > 2 * self.window
+        long = self.window is not None and self.stored + count > 2 * self.window
         both = self._joined(k, v) if torch.is_grad_enabled() or long else self._written(k, v)
         self._seen += count
         if self.window is not None:
@@ -88,17 +88,17 @@ class KVCache:
         return both
 
     def reset(self) -> None:
-        """Forgets every token; a preallocated cache keeps its room."""
+        """Forget every token; a preallocated cache keeps its room."""
         self._seen = self._start = self._stop = 0
         if self.max_length is None or not self._own:
             self._room, self._own = None, False
 
     def mark(self) -> tuple[Any, ...]:
-        """Where the cache stands now, for `rewind`; good until the next `reset` or `select`."""
+        """Return where the cache stands, for `rewind`; good until the next `reset` or `select`."""
         return self._seen, self._room, self._own, self._start, self._stop
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
-        """Forgets what came after `mark`: a call that failed, or tokens drawn on trial.
+        """Forget what came after `mark`: a call that failed, or tokens drawn on trial.
 
         >>> import torch
         >>> cache = KVCache()
@@ -111,7 +111,7 @@ class KVCache:
         self._seen, self._room, self._own, self._start, self._stop = mark
 
     def select(self, index: Int[Tensor, " N"]) -> None:
-        """Keeps the batch rows `index`, in that order; rows may repeat or be left out.
+        """Keep the batch rows `index`, in that order; rows may repeat or be left out.
 
         For beam search, and for dropping rows that are finished.
 
@@ -133,7 +133,7 @@ class KVCache:
     def __repr__(self) -> str:
         limits = {"max_length": self.max_length, "window": self.window}
         parts = [f"{name}={value}" for name, value in limits.items() if value is not None]
-        return f"KVCache({', '.join(parts)}): {self._seen} tokens seen, {self.kept} kept"
+        return f"KVCache({', '.join(parts)}): {self._seen} tokens seen, {self.stored} kept"
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         call = f"KVCache.append(k {list(k.shape)}, v {list(v.shape)})"
@@ -155,12 +155,12 @@ class KVCache:
                 b, g, _, d = old.shape
                 raise ValueError(
                     f"{call}: {name} is {new.dtype} on {new.device}, but the cache holds {name} "
-                    f"of [B={b}, G={g}, {self.kept} tokens, D={d}], {old.dtype} on {old.device}; "
+                    f"of [B={b}, G={g}, {self.stored} tokens, D={d}], {old.dtype} on {old.device}; "
                     "these must stay the same: one cache for each layer and batch, or reset() it"
                 )
 
     def _written(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the new tokens behind the past, in place."""
+        """Write the new tokens behind the past, in place."""
         count = k.shape[2]
         if not self._own or self._room is None or self._stop + count > self._room[0].shape[2]:
             self._move(count, k, v)
@@ -177,7 +177,7 @@ class KVCache:
 
         Rows handed out before are never written again, so earlier views stay what they were.
         """
-        kept = self.kept
+        kept = self.stored
         if self.max_length is not None:
             rows = self.max_length
         elif self.window is not None:
@@ -196,7 +196,7 @@ class KVCache:
     def _joined(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The past and the new tokens by `torch.cat`; keeps the part that later tokens need."""
         both = k, v
-        if self._room is not None and self.kept:
+        if self._room is not None and self.stored:
             past = [room[:, :, self._start : self._stop] for room in self._room]
             both = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
         total = both[0].shape[2]
@@ -209,7 +209,7 @@ class KVCache:
 
 
 def _checked(given: object, call: str) -> int:
-    number = whole(given)
+    number = as_int(given)
     if number is None:
         raise ValueError(f"{call}: the number of keys must be a whole number")
     if number < 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.call import BoundedCache
 from ..core.modes import traced
-from ..core.numbers import fault_of_flags, real, said, whole
+from ..core.numbers import as_int, fault_of_flags, format_value, real
 from ..core.shapes import not_dense
 
 SHORT = 4096
@@ -76,7 +76,7 @@ class RoPE:
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
         call = f"RoPE(dim={dim}, base={base}, interleaved={interleaved}, scaling={scaling})"
-        features, longest = whole(dim), real(base)
+        features, longest = as_int(dim), real(base)
         if features is None or features < 2 or features % 2:
             raise ValueError(
                 f"{call}: dim must be even and at least 2, a whole number: features turn in pairs"
@@ -129,7 +129,9 @@ class RoPE:
 
         given = get("rope_parameters") or get("rope_scaling") or {}
         if not isinstance(given, Mapping):
-            raise ValueError(f"RoPE.from_config: rope_scaling={said(given)} must be a mapping")
+            raise ValueError(
+                f"RoPE.from_config: rope_scaling={format_value(given)} must be a mapping"
+            )
         scaling = dict(given)
         if any(isinstance(value, Mapping) for value in scaling.values()):
             raise ValueError(
@@ -143,9 +145,10 @@ class RoPE:
         if kind != "default":
             wanted.append("max_position_embeddings")
         for name in wanted:
-            if not whole(get(name)):
+            if not as_int(get(name)):
                 raise ValueError(
-                    f"RoPE.from_config: {name} is {said(get(name))}, and must be a whole number; "
+                    f"RoPE.from_config: {name} is {format_value(get(name))}, and must "
+                    f"be a whole number; "
                     f"give RoPE(dim, …) in place of a config without it"
                 )
         head_dim = get("head_dim") or get("hidden_size") // get("num_attention_heads")
@@ -160,7 +163,7 @@ class RoPE:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the angles of one position change as the sequence grows (dynamic scaling).
+        """True if the angles of one position change as the sequence grows (dynamic scaling).
 
         Keys must then be cached before they are rotated (Peng et al. 2023, end of §3.3).
         """
@@ -216,7 +219,7 @@ class RoPE:
         return (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]).to(x.dtype)
 
     def _fault_of(self, x: Tensor, offset: int | Tensor) -> str | None:
-        """What keeps x from being rotated at an offset, in words."""
+        """Return what keeps x from being rotated at an offset, in words."""
         if fault := not_dense(x):
             return f"x that {fault}"
         if x.dim() != 4:
@@ -228,14 +231,15 @@ class RoPE:
                 f"x of shape {list(x.shape)}: the head dimension {x.shape[-1]} is smaller than dim"
             )
         if not isinstance(offset, Tensor):
-            fits = isinstance(offset, torch.SymInt) or whole(offset) is not None
+            fits = isinstance(offset, torch.SymInt) or as_int(offset) is not None
         else:
             integral = not (offset.is_floating_point() or offset.is_complex())
             fits = integral and offset.dtype != torch.bool and offset.numel() in (1, len(x))
         if fits:
             return None
         return (
-            f"offset={said(offset)}: give the position of the first token, a whole number, or a "
+            f"offset={format_value(offset)}: give the position of the first token, a "
+            f"whole number, or a "
             f"tensor of whole numbers with one for each of {len(x)} batch rows"
         )
 
@@ -296,7 +300,7 @@ class RoPE:
 
 
 def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns features i and i + dim/2 of x `[B, H, T, dim]`."""
+    """Turn features i and i + dim/2 of x `[B, H, T, dim]`."""
     a, b = x.chunk(2, dim=-1)
     first = torch.addcmul(a * cos, b, sin, value=-1)
     second = torch.addcmul(b * cos, a, sin)
@@ -304,7 +308,7 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns features 2i and 2i + 1 of x `[B, H, T, dim]`: a product of complex numbers.
+    """Turn features 2i and 2i + 1 of x `[B, H, T, dim]`: a product of complex numbers.
 
     That is several times as fast as strided halves, where the memory can be read so.
     """
@@ -334,7 +338,8 @@ def _kind(scaling: dict[str, Any] | None, call: str) -> str:
         least = "at least" if key in _OPTIONAL else "above"
         if value is None or not 0 <= value < math.inf or (not value and least == "above"):
             raise ValueError(
-                f"{call}: {key} must be a finite number {least} 0 and is {said(scaling[key])}"
+                f"{call}: {key} must be a finite number {least} 0 and is "
+                f"{format_value(scaling[key])}"
             )
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ValueError(f"{call}: low_freq_factor must be below high_freq_factor")

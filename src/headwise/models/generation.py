@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._text import must_be_text
 from ..core.masks import Padding
-from ..core.numbers import real, said, whole
+from ..core.numbers import as_int, format_value, real
 from ..layers.kv_cache import KVCache
 from .gpt import GPT
 
@@ -75,7 +75,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
             if (value := getattr(self, name)) is not None and real(value) is None:
-                raise ValueError(f"{name}={said(value)}: must be a number")
+                raise ValueError(f"{name}={format_value(value)}: must be a number")
         if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature={self.temperature}: must be 0 (greedy) or at least 0.001"
@@ -125,9 +125,9 @@ class Sampling:
 
 
 def _check_count(name: str, value: object) -> None:
-    if (count := whole(value)) is None or count < 1:
+    if (count := as_int(value)) is None or count < 1:
         rule = "a whole number" if count is None else "at least 1"
-        raise ValueError(f"{name}={said(value)}: must be {rule}")
+        raise ValueError(f"{name}={format_value(value)}: must be {rule}")
 
 
 def generate(
@@ -221,8 +221,8 @@ def stream(
         raise ValueError(f"stop={stop!r}: must be a list of strings, none of them empty")
     if stop and tokenizer is None:
         raise ValueError(f"stop={list(stop)!r} needs a tokenizer, to know the text")
-    if whole(seed) is None:
-        raise ValueError(f"seed={said(seed)}: must be a whole number")
+    if as_int(seed) is None:
+        raise ValueError(f"seed={format_value(seed)}: must be a whole number")
     rows = []
     for number, ids in enumerate(_as_ids(prompts, tokenizer)):
         room = _room(model, number, ids)
@@ -369,7 +369,7 @@ def _as_ids(
                 yield [operator.index(id) for id in prompt]
             except TypeError:
                 raise ValueError(
-                    f"prompt {said(prompt)}: must be a text, or a list of token ids"
+                    f"prompt {format_value(prompt)}: must be a text, or a list of token ids"
                 ) from None
         elif tokenizer is None:
             raise ValueError(f"prompt {prompt!r} is text and needs a tokenizer; or give token ids")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .._text import and_more
 from ..core.mask_algebra import Mask
 from ..core.masks import Causal
-from ..core.numbers import said, whole
+from ..core.numbers import as_int, format_value
 from ..layers.attention import MultiHeadAttention
 from ..layers.kv_cache import KVCache
 from ..weights.folders import (
@@ -170,14 +170,14 @@ def check_types(config: Any) -> None:
     """
     for field in fields(config):
         name, default, value = field.name, field.default, getattr(config, field.name)
-        number = whole(value) is not None
+        number = as_int(value) is not None
         if isinstance(default, bool | str):
             fits, kind = isinstance(value, type(default)), type(default).__name__
         elif isinstance(default, float):
             fits, kind = number or isinstance(value, float), "float"
             if number:  # JSON writes 0.0 as 0
                 object.__setattr__(config, name, float(value))
-        elif default is None or whole(default) is not None:
+        elif default is None or as_int(default) is not None:
             fits, kind = number or (value is None and default is None), "whole number"
         else:
             continue
@@ -368,7 +368,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in _IDS:
             raise ValueError(
-                f"GPT(ids {said(ids)}): token ids are whole numbers [B, T], of torch.int64 or "
+                f"GPT(ids {format_value(ids)}): token ids are whole numbers [B, T], "
+                f"of torch.int64 or "
                 f"int32; one row alone is ids[None]"
             )
         if not ids.shape[1]:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.mask_algebra import Mask
-from ..core.numbers import said
+from ..core.numbers import format_value
 from ..stats.distance import Distance
 from ..stats.entropy import Entropy
 from ..stats.lse import LSE, Sink
@@ -131,7 +131,8 @@ def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
         mergeable = not (statistic.spread or statistic.absolute)
     if not mergeable:
         raise ValueError(
-            f"observe_split_keys(…, {said(statistic)}): it does not merge over ranks with other "
+            f"observe_split_keys(…, {format_value(statistic)}): it does not merge "
+            f"over ranks with other "
             f"keys each; gather the keys (hw.parallel.attend), or leave it out."
         )
     return statistic

@@ -18,7 +18,7 @@ from .._text import escaped
 from ..capture.importance import ablation_scan
 from ..capture.importance import importance as importance_of
 from ..capture.modules import evaluating
-from ..core.numbers import said, whole
+from ..core.numbers import as_int, format_value
 from .budget import budget, short_period
 from .collect import (
     Drawing,
@@ -117,8 +117,8 @@ def look(
             f"from_pretrained() gives; `headwise look --model FOLDER` reads a folder"
         )
     for name, value in (("context", context), ("seed", seed)):
-        if value is not None and whole(value) is None:
-            raise LookError(f"look(…, {name}={said(value)}): give a whole number")
+        if value is not None and as_int(value) is None:
+            raise LookError(f"look(…, {name}={format_value(value)}): give a whole number")
     subject = subject_of(model, tokenizer, context=context, seed=seed, target=target)
     shared = Shared.over_ranks() if over_ranks else ALONE
     samples = Samples(subject, text, text_name, shared.rank, shared.size)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.numbers import said, whole, whole_numbers
+from ..core.numbers import as_int, format_value, whole_numbers
 from ..core.reference import finish_scores
 from .blocks import near, probability
 from .record import Record
@@ -94,11 +94,12 @@ _CLOSE = 1e-3
 def _index(wanted: Which, size: int, name: str) -> slice | list[int]:
     if wanted is None or isinstance(wanted, slice):
         return slice(None) if wanted is None else wanted
-    one = whole(wanted)
+    one = as_int(wanted)
     numbers = whole_numbers(wanted) if one is None else [one]
     if numbers is None:
         raise ValueError(
-            f"weights({name}={said(wanted)}): give a whole number, several in a list, or a slice."
+            f"weights({name}={format_value(wanted)}): give a whole number, several in "
+            f"a list, or a slice."
         )
     for number in numbers:
         if not -size <= number < size:

@@ -22,7 +22,7 @@ from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.call import Call
 from ..core.index import grid
 from ..core.modes import no_graph, read_at_once, readable
-from ..core.numbers import real, said
+from ..core.numbers import format_value, real
 from ..core.reference import Definition
 from .blocks import Scores
 from .plan import KERNEL, ROWS, Need, Route, Setting
@@ -65,7 +65,9 @@ class MaxLogit(Statistic):
             return
         limit = real(self.above)
         if limit is None or not math.isfinite(limit):
-            raise ValueError(f"MaxLogit(above={said(self.above)}): a limit is a finite number.")
+            raise ValueError(
+                f"MaxLogit(above={format_value(self.above)}): a limit is a finite number."
+            )
         object.__setattr__(self, "above", limit)
 
     @property

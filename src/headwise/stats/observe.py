@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..backends import Call, Native, choose
 from ..core.call import OPTIONS, AttendOptions
-from ..core.heard import observers
 from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
-from ..core.shapes import as_given, quote
+from ..core.observers import observers
+from ..core.shapes import no_autocast, quote
 from ..core.unknown import refuse_unknown
 from .lse import LSE
 from .plan import Need, Plan, Setting, plan
@@ -132,7 +132,7 @@ def read(
     view = View(call, sample, gradients and keeps_graph)
     work = Work(view, keeps_graph, output, projection, strict)
     if torch._C._is_any_autocast_enabled():
-        with as_given(view.device):
+        with no_autocast(view.device):
             return work, _read(work, statistics, backend)
     return work, _read(work, statistics, backend)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from ..core.modes import readable, traced
-from ..core.numbers import LONGEST, said, whole
+from ..core.numbers import LONGEST, as_int, format_value
 
 ALL_FROM = 16
 """Up to so many times the drawn queries, masses are taken at all queries: few of them may hold most
@@ -166,18 +166,18 @@ def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
     Raises:
         ValueError: what no call could be sampled by, however many queries it has.
     """
-    count = whole(queries)
+    count = as_int(queries)
     if count is not None:
         if count < 1:
             raise ValueError(f"queries={queries}: at least one query must be looked at.")
         return count
     rows = queries if isinstance(queries, Tensor) else None
     if rows is None and isinstance(queries, Collection) and not isinstance(queries, str | bytes):
-        numbers = [whole(number) for number in queries]
+        numbers = [as_int(number) for number in queries]
         if None not in numbers:
             rows = torch.tensor(numbers, dtype=torch.long, device="cpu")
     if rows is None or not rows.dim() or not rows.numel() or rows.is_meta:
-        raise ValueError(f"queries={said(queries)}: {_WANTED}")
+        raise ValueError(f"queries={format_value(queries)}: {_WANTED}")
     if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
         raise ValueError(f"{_said(rows)}: {_WANTED}")
     rows = rows.flatten()
@@ -190,9 +190,9 @@ _WANTED = "give a whole number of queries, or a list of them."
 
 
 def _checked(seed: object) -> int:
-    number = whole(seed)
+    number = as_int(seed)
     if number is None or number < -LONGEST:
-        raise ValueError(f"seed={said(seed)}: give a whole number.")
+        raise ValueError(f"seed={format_value(seed)}: give a whole number.")
     return number
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._tables import HeadTable
 from ..core.modes import no_graph, traced
-from ..core.shapes import as_given
+from ..core.shapes import no_autocast
 from .detached import without_graph
 from .entries import Which, entries
 from .record import Reading, Record, beside
@@ -214,7 +214,7 @@ class Seen(HeadTable):
     def _as_given(self) -> AbstractContextManager[object]:
         """What is worked out later is so without autocast too."""
         if torch._C._is_any_autocast_enabled():
-            return as_given(self.record.view.device)
+            return no_autocast(self.record.view.device)
         return nullcontext()
 
     @property
@@ -250,7 +250,7 @@ class Seen(HeadTable):
         >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
         tensor(1.)
         """
-        with torch.no_grad(), as_given(self.record.view.device):
+        with torch.no_grad(), no_autocast(self.record.view.device):
             return entries(self._scored, heads, queries, keys, self.changed())
 
     def __getitem__(self, name: str) -> Tensor:

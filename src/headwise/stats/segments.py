@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backends.blocked import SCORES_AT_A_TIME
 from ..core.masks import Dense
-from ..core.numbers import whole
+from ..core.numbers import as_int
 from ..core.reference import Definition
 from .plan import CALL, ROWS, Need, Route, Setting
 from .record import Reading, Record
@@ -117,9 +117,9 @@ def _positions(name: object, given: object) -> tuple[Range, ...] | Tensor:
         if given.dtype is torch.bool and given.dim() in (1, 2) and given.shape[-1]:
             return given
     elif isinstance(name, str) and name and isinstance(given, Sequence):
-        ranges = [given] if given and whole(given[0]) is not None else given
+        ranges = [given] if given and as_int(given[0]) is not None else given
         if all(isinstance(one, Sequence) and len(one) == 2 for one in ranges):
-            ends = [(whole(start), whole(stop)) for start, stop in ranges]
+            ends = [(as_int(start), as_int(stop)) for start, stop in ranges]
             if all(a is not None and b is not None and 0 <= a <= b for a, b in ends):
                 return tuple(ends)  # type: ignore[return-value]
     shown = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)

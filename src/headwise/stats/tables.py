@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._text import Brief, and_more
-from ..core.numbers import fault_of_flags, said
+from ..core.numbers import fault_of_flags, format_value
 from .moments import ClusterVariance
 from .record import Reading, forms_of, side_by_side
 
@@ -113,7 +113,8 @@ def check_texts(texts: object) -> None:
     """Raise ValueError for `texts` of a table that is no flag, such as the name of a statistic."""
     if fault := fault_of_flags(texts=texts):
         raise ValueError(
-            f"table(texts={said(texts)}): {fault}; table() has a column for every statistic."
+            f"table(texts={format_value(texts)}): {fault}; table() has a column for "
+            f"every statistic."
         )
 
 

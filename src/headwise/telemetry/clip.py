@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..capture.captured import Watched, WatchedModule
 from ..capture.modules import check_model
 from ..capture.ranks import number_of_heads
-from ..core.numbers import real, said
+from ..core.numbers import format_value, real
 from ..stats.max_logit import ABOVE
 from ..weights.projections import QueryKeyProjections, projections_of
 from .wrappers import bare_name, check_optimizer, innermost
@@ -92,7 +92,7 @@ def qk_clip_(
     >>> [round(gamma, 2) for gamma in clipped[""].tolist()]
     [1.0, 0.83, 0.97]
     """
-    call = check_model("qk_clip_", model).replace("…", f"…, limit={said(limit)}")
+    call = check_model("qk_clip_", model).replace("…", f"…, limit={format_value(limit)}")
     ceiling = real(limit)
     if ceiling is None or not 0 < ceiling < math.inf:
         raise ValueError(f"{call}: the limit must be a finite number above 0.")

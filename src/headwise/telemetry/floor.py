@@ -15,7 +15,7 @@ from ..capture.adapters.compiled import refuse_compiled
 from ..capture.captured import Watched
 from ..capture.modules import Modules, check_model
 from ..capture.watch import watch
-from ..core.numbers import real, said
+from ..core.numbers import format_value, real
 from ..stats.entropy import Entropy
 from ..stats.record import Reading
 
@@ -64,7 +64,9 @@ class EntropyFloor:
         self.floor, self.strength = real(floor) or 0.0, real(strength) or 0.0
         for name, value in (("floor", floor), ("strength", strength)):
             if not 0 < (real(value) or 0.0) < math.inf:
-                raise ValueError(f"{self._call}: {name}={said(value)} is no number above 0.")
+                raise ValueError(
+                    f"{self._call}: {name}={format_value(value)} is no number above 0."
+                )
         self.model, self.queries, self.modules = model, queries, modules
         self._watching: AbstractContextManager[Watched] | None = None
         self._seen: Watched | None = None

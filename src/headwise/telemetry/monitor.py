@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._text import and_more
 from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
-from ..core.numbers import fault_of_flags, real, whole
+from ..core.numbers import as_int, fault_of_flags, real
 from ..stats.entropy import Entropy
 from ..stats.mass import Mass
 from ..stats.max_logit import ABOVE, MaxLogit, Norms
@@ -454,16 +454,16 @@ def _check(
     seed: int,
 ) -> None:
     """Raise ValueError for a setting that is out of range."""
-    if (whole(every) or 0) < 1:
+    if (as_int(every) or 0) < 1:
         raise ValueError(f"{call}: every={every!r}: give a whole number of steps, 1 or more.")
-    if queries is not None and (whole(queries) or 0) < 2:
+    if queries is not None and (as_int(queries) or 0) < 2:
         raise ValueError(
             f"{call}: queries={queries!r}: give a whole number, 2 or more, so that there is a "
             f"standard error; None for all queries."
         )
-    if (number := whole(step)) is None or number < 0:
+    if (number := as_int(step)) is None or number < 0:
         raise ValueError(f"{call}: step={step!r}: give the number of steps done before.")
-    if whole(seed) is None:
+    if as_int(seed) is None:
         raise ValueError(f"{call}: seed={seed!r}: give a whole number.")
     if clip is not None and not (real(clip) or 0.0) > 0:
         raise ValueError(f"{call}: clip={clip!r}: give a limit for logits, above 0.")

@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..core.numbers import real, said, whole
+from ..core.numbers import as_int, format_value, real
 from .figures import MAXIMUM, Array, HeadMetrics, Heads
 
 Bools = npt.NDArray[np.bool_]
@@ -85,8 +85,10 @@ class Rule:
             self._refuse(f"{named} given; give one of above, below and jump.")
         limit = real(getattr(self, given[0]))
         if limit is None or not math.isfinite(limit):
-            self._refuse(f"{given[0]}={said(getattr(self, given[0]))}: give a finite number.")
-        steps, window = whole(self.steps) or 0, whole(self.window) or 0
+            self._refuse(
+                f"{given[0]}={format_value(getattr(self, given[0]))}: give a finite number."
+            )
+        steps, window = as_int(self.steps) or 0, as_int(self.window) or 0
         if steps < 1 or window < _LEAST_WINDOW or (self.jump is not None and limit <= 0):
             self._refuse(
                 f"whole numbers of steps ≥ 1 and window ≥ {_LEAST_WINDOW}, and jump > 0 are needed."
@@ -94,12 +96,12 @@ class Rule:
         if not callable(self.then) and self.then not in ("warn", "stop"):
             self._refuse(f"then={self.then!r}: give 'warn', 'stop' or a function of the alarm.")
         if not isinstance(self.name, str):
-            self._refuse(f"name={said(self.name)}: give a text.")
+            self._refuse(f"name={format_value(self.name)}: give a text.")
         if not self.name:
             object.__setattr__(self, "name", self._description())
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(f"Rule({said(self.statistic)}, …): {why}")
+        raise ValueError(f"Rule({format_value(self.statistic)}, …): {why}")
 
     def _description(self) -> str:
         if self.jump is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core import heard
+from ...core import observers
 from ...core.call import Call
 from ..call import AttentionCall, OnePass
 from ..known import CHANGED, forget
@@ -23,8 +23,8 @@ def own_calls(net: Net) -> AbstractContextManager[None]:
 
 
 def _listen() -> Callable[[], None]:
-    heard.observers.append(_tell)
-    return lambda: heard.observers.remove(_tell)
+    observers.observers.append(_tell)
+    return lambda: observers.observers.remove(_tell)
 
 
 _CALLS = Replaced(_listen)
@@ -32,7 +32,7 @@ _CALLS = Replaced(_listen)
 
 def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tensor:
     """Report the call to every watch; inner ones get the output that outer ones made."""
-    source = heard.HERE.source
+    source = observers.HERE.source
     layer = None if source is None else source.layer
 
     def made() -> Tensor:
@@ -70,7 +70,7 @@ _KEYWORDS = ("mask", "scale", "softcap", "sinks")
 
 
 def _of_layer(
-    source: heard.Source,
+    source: observers.Source,
     call: AttentionCall,
     asked: Call,
     backend: str,

@@ -37,7 +37,7 @@ from ...core.index import grid
 from ...core.mask_algebra import Mask
 from ...core.masks import Causal, Dense, Documents, Everything, Window
 from ...core.reference import rows
-from ...core.shapes import Extent, as_given, extent_of
+from ...core.shapes import Extent, extent_of, no_autocast
 from ..call import AttentionCall
 from ..known import CHANGED, forget
 from ..mask_import import Found, as_mask, reach, resolve_padding, without_padding
@@ -325,7 +325,7 @@ class Given:
         with torch.no_grad():
             result = self.function(self.module, q, k, told, mask, **(self.options | still))
             out, told = self.heads_of(result), told.expand(len(self.k), -1, -1, -1)
-            with as_given(self.q.device):
+            with no_autocast(self.q.device):
                 return [
                     name
                     for name, meaning in meanings.items()

@@ -25,11 +25,11 @@ class Source(NamedTuple):
 
 
 Observer = Callable[[Call, str, Callable[[], Tensor] | Tensor], Tensor]
-"""Hears of a call, its backend, and its output `[B, H, T, Dv]` or what computes it; gives what
-takes the output's place."""
+"""A function of a call, its backend, and its output `[B, H, T, Dv]` or what computes it; it returns
+what takes the place of the output."""
 
 observers: list[Observer] = []
-"""At most one. Code that is being compiled is heard by nobody."""
+"""At most one. Calls in code that is being compiled are not observed."""
 
 
 class _Here(threading.local):
