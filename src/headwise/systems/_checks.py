@@ -1,4 +1,4 @@
-"""Checks of the systems before they compute: each error is one line that quotes the call."""
+"""Checks of arguments; each error is one line that quotes the call."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def check_input(layer: nn.Module, x: Tensor, width: int, context: int | None = N
 
 
 def mask_may_be_absent(layer: nn.Module) -> None:
-    """Let the layer load, strictly too, a state without the buffer `mask`, or with that of another
-    context: it is no weight."""
+    """Load states without the buffer `mask`, or with one of another size: it is not a weight."""
     layer.register_load_state_dict_pre_hook(_keep_mask)
 
 

@@ -1,7 +1,7 @@
 """Rung 4: the general mechanism, in the letters of the paper (Vaswani et al. 2017 §3.2).
 
-Attention as a function of queries, keys and values, whoever made them; and `MultiHead`, which
-serves self- and cross-attention, widths d_k and d_v of their own, any mask, and shows the weights.
+Attention as a function of queries, keys and values; and `MultiHead` for self- and cross-attention,
+with separate widths d_k and d_v and any mask. It returns the weights too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
 
     Returns:
         The output `[..., T, d_v]` and the weights `[..., T, S]`. Each row of weights sums to 1; a
-        query whose mask allows nothing has weights and output 0.
+        query without a visible key has weights and output 0.
 
     Raises:
         ValueError: shapes that do not fit, or a mask that is not bool.
@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
     if mask is None:
         weights = torch.softmax(scores, dim=-1)
     else:
-        # Not −inf: a row of nothing else has no softmax, and its NaN would reach the gradients.
+        # Not −inf: the softmax of a row of −inf is NaN, which would reach the gradients.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         weights = torch.softmax(scores, dim=-1).masked_fill(~mask, 0.0)
     return weights @ V, weights
@@ -58,7 +58,7 @@ class MultiHead(nn.Module):
         h: heads.
         d_k: width of a head's queries and keys; default `d_model // h`.
         d_v: width of a head's values; default `d_model // h`.
-        bias: whether the four Linears have biases; the paper's have none.
+        bias: True for biases in the four Linears; the paper has none.
 
     >>> layer = MultiHead(d_model=8, h=2)
     >>> decoder, encoder = torch.randn(3, 5, 8), torch.randn(3, 7, 8)
@@ -128,7 +128,7 @@ class MultiHead(nn.Module):
         for name, x in (("Q", Q), ("K", K), ("V", V)):
             if x.ndim < 2 or x.shape[-1] != self.d_model:
                 raise ValueError(f"{call}: {name} must be [..., length, {self.d_model}]")
-        # [B, T, S] would be taken for [h, T, S], and silently so where B is h.
+        # [B, T, S] would be read as [h, T, S], without an error if B is h.
         if mask is not None and mask.ndim not in (2, Q.ndim + 1):
             raise ValueError(
                 f"{call}: the mask must be [T, S] or have an axis for the heads, "

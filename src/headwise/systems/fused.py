@@ -1,9 +1,9 @@
 """Rung 5: q, k and v from one matrix, as GPT-2 stores it.
 
-`GPT2MultiHeadAttention` has the names of Modular's book "Build an LLM from scratch in MAX" (whose
-own class is `max_gpt2.py`), and Hugging Face's names of weights: the attention of a Hugging Face
-GPT-2 layer loads as it is. One thing is put right: the source's `causal_mask` hides keys as if no
-token were cached, which breaks every cache; here it is aligned to the end.
+`GPT2MultiHeadAttention` has the names of Modular's book "Build an LLM from scratch in MAX" (the
+book's own class is in `max_gpt2.py`) and the weight names of Hugging Face, whose GPT-2 layers load
+without conversion. One fault of the book is fixed: its `causal_mask` ignores cached tokens, which
+breaks every cache; here it is aligned to the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def causal_mask(
     """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 
     Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
-    last key, whatever is cached.
+    last key.
 
     Args:
         sequence_length: T, the queries.
@@ -58,7 +58,7 @@ def causal_mask(
 
 
 class Conv1D(nn.Module):
-    """GPT-2's linear layer: `x W + b` with W `[nx, nf]`, so turned from `nn.Linear`'s."""
+    """GPT-2's linear layer: `x W + b` with W `[nx, nf]`, the transpose of `nn.Linear`'s."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Conv1D(nn.Module):
 
 
 class GPT2MultiHeadAttention(nn.Module):
-    """Causal self-attention with GPT-2's names: `c_attn` makes q, k and v, `c_proj` the output.
+    """Causal self-attention with GPT-2's names: `c_attn` projects to q, k and v, `c_proj` back.
 
     Args:
         config: with `n_embd`, the width E, and `n_head`, the heads H; see `GPT2Sizes`.

@@ -5,10 +5,9 @@ The class of Modular's book "Build an LLM from scratch in MAX", with the names o
 License): headwise neither depends on it nor ships any part of it, and nothing else in headwise
 imports this file. It runs on MAX 25.7 (`max.nn.module_v3`) and 26.7 (`max.experimental.nn`).
 
-Two things differ from the source. `causal_mask` is aligned to the end: the source's hides keys as
-if no token were cached, which breaks any cache; and so the layer has a cached form,
-`attend_cached`. Compile it, once for all lengths: called as it is, MAX compiles every single
-operation on its own, which takes minutes.
+Two things differ from the book. `causal_mask` is aligned to the end, as the book's ignores cached
+tokens; and the layer has a cached form, `attend_cached`. Compile it once for all lengths: in eager
+mode MAX compiles every operation on its own, which takes minutes.
 
     layer = load_gpt2(GPT2MultiHeadAttention(config), torch_layer.state_dict())
     run = compile_layer(layer)
@@ -62,7 +61,7 @@ def causal_mask(
     """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 
     Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
-    last key, whatever is cached.
+    last key.
 
     Args:
         sequence_length: T, the queries; an int, or a symbolic dimension of MAX.
@@ -79,10 +78,10 @@ def causal_mask(
 
 
 class GPT2MultiHeadAttention(Module):
-    """Causal self-attention with GPT-2's names: `c_attn` makes q, k and v, `c_proj` the output.
+    """Causal self-attention with GPT-2's names: `c_attn` projects to q, k and v, `c_proj` back.
 
-    Both are Linears of MAX, whose weights are `[out, in]`: `load_gpt2` turns those of GPT-2.
-    Weights live on the CPU in float32, and mean nothing until they are loaded.
+    Both are Linears of MAX, whose weights are `[out, in]`: `load_gpt2` transposes those of
+    GPT-2. Weights are on the CPU in float32, and are not initialized.
 
     Args:
         config: with `n_embd`, the width E, and `n_head`, the heads H.
@@ -100,7 +99,7 @@ class GPT2MultiHeadAttention(Module):
         self.embed_dim = config.n_embd
         self.num_heads = config.n_head
         self.head_dim = config.n_embd // config.n_head
-        # Random weights are drawn when something reads them: never, where others are loaded.
+        # Random weights are created on first use: never, if others are loaded.
         lazy = F.lazy() if hasattr(F, "lazy") else nullcontext()
         with default_device(CPU()), lazy:
             self.c_attn = Linear(self.embed_dim, 3 * self.embed_dim, bias=True)

@@ -1,4 +1,4 @@
-"""Rung 2: one module a head, and a loop over the heads.
+"""Rung 2: one module for each head, and a loop over the heads.
 
 `CausalAttention` and `MultiHeadedAttentionWrapper` have the names of the from-scratch tutorials,
 whose state dicts load; the classes of a notebook that writes its matrices raw follow them. Neither
@@ -15,7 +15,7 @@ from ._checks import check_dropout, check_input, check_sizes, mask_may_be_absent
 
 
 class CausalAttention(nn.Module):
-    """One head: every token looks at itself and at those before it.
+    """One head: every token attends to itself and to earlier tokens.
 
     Args:
         d_in: width of the input.

@@ -1,8 +1,8 @@
 """Other ways to write the same causal layer, on one layout of weights: headwise's own.
 
 Every class here computes the same function as `headwise.MultiHeadAttention` with `Causal()`, and
-loads its state: `qkv`, one Linear for queries, keys and values, and `out`. They differ in who does
-the work between the two. `TorchAttention` alone has PyTorch's names (layout `torch`).
+loads its state: `qkv`, one Linear for queries, keys and values, and `out`. They differ in the
+computation between the two. `TorchAttention` alone has PyTorch's names (layout `torch`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._checks import check_heads, check_input, check_sizes
 
 
 class Packed(nn.Module):
-    """The two projections and the split into heads; a subclass says how to attend.
+    """The two projections and the split into heads; subclasses implement `attend`.
 
     Args:
         embed_dim: width E of input and output.
@@ -56,7 +56,7 @@ def earlier(length: int, device: torch.device) -> Tensor:
 
 
 class FusedQKV(Packed):
-    """The T×T matrix by hand: two products and a softmax.
+    """The explicit T×T matrix: two products and a softmax.
 
     >>> FusedQKV(12, num_heads=3)(torch.randn(2, 5, 12)).shape
     torch.Size([2, 5, 12])
@@ -69,7 +69,7 @@ class FusedQKV(Packed):
 
 
 class Einsum(Packed):
-    """The same with every axis by name, and no transposed copy to think of."""
+    """The same with named axes, without transposes."""
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         check_input(self, x, self.embed_dim)
@@ -88,7 +88,7 @@ class SDPAFlag(Packed):
 
 
 class SDPAMask(Packed):
-    """PyTorch's fused attention with the same mask as a matrix: it cannot know what to skip."""
+    """PyTorch's fused attention with the mask as a matrix, so that it skips nothing."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = earlier(q.shape[-2], q.device)
@@ -98,7 +98,7 @@ class SDPAMask(Packed):
 class FlexAttention(Packed):
     """PyTorch's FlexAttention: the mask as a function, compiled into the kernel.
 
-    `flex_lacks_backward` says where it cannot train.
+    `flex_lacks_backward` returns the reason if it cannot train.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, bias: bool = True) -> None:
@@ -135,8 +135,8 @@ class TorchAttention(nn.MultiheadAttention):
         embed_dim: width E of input and output.
         num_heads: heads H, a divisor of E.
         bias: whether its projections have biases.
-        weights: ask for the attention weights too, which PyTorch does by default; they are thrown
-            away, and cost the fused kernel.
+        weights: compute the attention weights too, PyTorch's default; they are discarded, and
+            prevent the fused kernel.
     """
 
     def __init__(
