@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 import recording
+from headwise.backends import Call, consider
 from headwise.tutorial import timing
 from observe import materialised
 
@@ -187,7 +188,7 @@ def calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Work]:
     def observed(*chosen: hw.Statistic, **options: Any) -> Work:
         return lambda: read(hw.observe(q, k, v, *chosen, mask=mask, **options))
 
-    return {
+    works: dict[str, Work] = {
         "attend": lambda: hw.attend(q, k, v, mask=mask),
         "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
             q, k, v, is_causal=True
@@ -201,6 +202,15 @@ def calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Work]:
         f"entropy and three masses, {few} sampled queries": observed(*ENTROPY, queries=few),
         f"six statistics, {few} sampled queries": observed(*SIX, queries=few),
     }
+    choices = consider(Call.of(q, k, v, mask=mask))
+    if any(choice.name == "native" and not choice.reasons for choice in choices):
+        most = hw.LSE(), hw.MaxLogit(), *ENTROPY
+        works |= {
+            "native: attend": lambda: hw.attend(q, k, v, mask=mask, backend="native"),
+            "native: LSE, max logit, entropy, masses": observed(*most, backend="native"),
+            "native: six statistics": observed(*SIX, backend="native"),
+        }
+    return works
 
 
 def flex(run: Run, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Work]:

@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = cpu.library()
         assert found is not None
         other = dataclasses.replace(found, sets=UNITS, best=best)
-        monkeypatch.setattr(cpu, "_found", other)
+        monkeypatch.setattr(cpu, "_LIBRARY", other)
         PREPARED.clear()
 
     yield stand_in

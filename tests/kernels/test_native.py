@@ -788,7 +788,7 @@ def test_without_a_library_calls_are_refused_with_the_reason(
     monkeypatch.setattr(cpu, "places", [])
     if path is not None:
         monkeypatch.setattr(cpu, "_find", lambda: Path(path))
-    monkeypatch.setattr(cpu, "_found", cpu._load())
+    monkeypatch.setattr(cpu, "_LIBRARY", cpu._load())
     q = torch.zeros(1, 1, 2, 4)
     assert cpu.library() is None
     assert reason in cpu.why_not()

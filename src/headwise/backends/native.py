@@ -32,7 +32,7 @@ from .base import Backend, RowStatistics
 from .blocked import statistics_again
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .sdpa import Sdpa
-from .tiles import whole
+from .tiles import single_tile
 
 
 class Native(Backend):
@@ -204,7 +204,7 @@ def _unmasked(call: Call) -> bool:
         return False
     if call.softcap is not None or call.scale <= 0 or Sdpa().refuse(call):
         return False
-    return whole(call.mask, call.extent, call.q.device) is not None
+    return single_tile(call.mask, call.extent, call.q.device) is not None
 
 
 def slower(call: Call) -> bool:

@@ -115,7 +115,7 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
             biases.append((part.values, rows is not None or part.values.dtype != torch.float32))
             continue
         i, j = _grid(rows, of, device)
-        few = i[:2], j[:, :2], of  # these tell which axes an answer has
+        few = i[:2], j[:, :2], of  # enough to see which axes the parts have
         if part.biased or _interval(part, i, of) is None:
             tables.append((part.allowed(*few), True))
         if part.biased:

@@ -21,7 +21,7 @@ from ..core.modes import forward_derivatives, readable, traced, transformed
 from ..core.shapes import statistics_dtype
 from .base import Backend
 from .blocked import block_rows, gradients_again
-from .tiles import Tile, bias_size, cut, flag, tiles, whole, with_bias
+from .tiles import Tile, bias_size, cut, flag, single_tile, tiles, with_bias
 
 BIAS_LIMIT = 256 * 2**20
 """The most bytes of bias in one call that cannot be cut into tiles."""
@@ -73,7 +73,7 @@ class Sdpa(Backend):
             call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
         wide = call.v.shape[-1]
         most = max(wide, call.q.shape[-1])
-        q, k, v = (_apart(x, most) for x in (call.q, call.k, call.v))
+        q, k, v = (_dense_rows(x, most) for x in (call.q, call.k, call.v))
         if not (q is call.q and k is call.k and v is call.v):
             call = call.with_(q=q, k=k, v=v)
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
@@ -105,7 +105,7 @@ def _only(call: Call) -> Tile | None:
     known = call.prepared
     only = None if known is None else known.tile
     if only is None:
-        only = whole(call.mask, call.extent, call.q.device)
+        only = single_tile(call.mask, call.extent, call.q.device)
         if known is not None:
             known.tile = only
     if only is not None:
@@ -278,7 +278,7 @@ def _with_gradient(call: Call, lse: Tensor) -> Tensor:
 # ── shapes as the kernels take them ─────────────────────────────────────────────────────────────
 
 
-def _apart(x: Tensor, width: int) -> Tensor:
+def _dense_rows(x: Tensor, width: int) -> Tensor:
     """Return the tensor of that width, its rows side by side or farther apart, copied if need be.
 
     Features of zeros change neither scores nor the outputs that are kept.

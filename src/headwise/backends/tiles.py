@@ -52,11 +52,11 @@ def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
     Rows in no tile may attend to nothing. There is a single tile if a kernel's own flag, or a bias
     of moderate size, covers the mask.
     """
-    one = whole(mask, extent, like.device)
+    one = single_tile(mask, extent, like.device)
     return iter((one,)) if one is not None else cut(mask, extent, like)
 
 
-def whole(mask: Mask, extent: Extent, device: torch.device) -> Tile | None:
+def single_tile(mask: Mask, extent: Extent, device: torch.device) -> Tile | None:
     """Return the one tile of a call that needs no bias; `None` if it needs one."""
     causal = flag(mask, extent, device)
     return None if causal is None else Tile(slice(0, extent.queries), slice(0, extent.keys), causal)

@@ -51,12 +51,12 @@ class Library:
 
 def library() -> Library | None:
     """Return the native library; `None` if there is none (see `why_not`)."""
-    return _found if isinstance(_found, Library) else None
+    return _LIBRARY if isinstance(_LIBRARY, Library) else None
 
 
 def why_not() -> str:
     """Return the reason why there is no native library; empty if there is one."""
-    return _found if isinstance(_found, str) else ""
+    return _LIBRARY if isinstance(_LIBRARY, str) else ""
 
 
 def _load() -> Library | str:
@@ -117,7 +117,7 @@ def _team() -> int | None:
         return None
 
 
-_found = _load()  # once, as torch.compile cannot trace this
+_LIBRARY = _load()  # once, as torch.compile cannot trace this
 _forced = -1
 
 
@@ -152,9 +152,9 @@ def unit(dtype: torch.dtype) -> str:
 
 
 def _loaded() -> Library:
-    if isinstance(_found, str):
-        raise RuntimeError(_found)
-    return _found
+    if isinstance(_LIBRARY, str):
+        raise RuntimeError(_LIBRARY)
+    return _LIBRARY
 
 
 def _host() -> CHost:
@@ -406,7 +406,7 @@ def _start(problem: Problem) -> CCall:
     if dtype not in DTYPES:
         raise ValueError(f"native kernel: q must be one of {list(DTYPES)}, got {dtype}.")
     call = CCall(b, h, g, t, s, d, 0, DTYPES[dtype], threads(), _HOST_AT, scale, softcap)
-    call.kept = []
+    call.tensors = []
     call.point("q", q, dtype, (b, h, t, d))
     call.point("k", k, dtype, (b, g, s, d), readers=t)
     if v is not None:

@@ -81,7 +81,7 @@ class CCall(ctypes.Structure):
         *_fields(_pointer, "map"),
     ]
 
-    kept: list[Tensor]
+    tensors: list[Tensor]
     """The tensors that the fields point into."""
 
     def point(
@@ -121,7 +121,7 @@ class CCall(ctypes.Structure):
         elif not x.is_contiguous():
             x = x.contiguous()
             pointer = x.data_ptr()
-        self.kept.append(x)
+        self.tensors.append(x)
         setattr(self, name, pointer)
 
 

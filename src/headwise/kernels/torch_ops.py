@@ -46,15 +46,13 @@ def compute(
     from `lse` if another kernel has returned it with the output.
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
-    needs_kept = (needs | BIT["lse"], needs | BIT["lse"] if gradients else BIT["lse"])
+    both = (needs | BIT["lse"], needs | BIT["lse"] if gradients else BIT["lse"])
     if not _by_pointer(problem):
-        found = torch.ops.headwise.native_forward(
-            q, k, v, sinks, *terms, *numbers, seed, *needs_kept
-        )
+        found = torch.ops.headwise.native_forward(q, k, v, sinks, *terms, *numbers, seed, *both)
         given = [v is not None, *(bool(needs & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, given, strict=True)]
     if _differentiated(problem):
-        return list(_Attention.apply(*problem, *needs_kept, again))
+        return list(_Attention.apply(*problem, *both, again))
     if not q.is_cuda:
         return cpu.forward(problem, needs)
     if lse is not None:
@@ -186,13 +184,13 @@ class _Attention(torch.autograd.Function):
         seed: Tensor | None,
         structs: Structs | None,
         needs: int,
-        kept: int,
+        saved: int,
         again: Again,
     ) -> tuple[Tensor | None, ...]:
         problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed, structs)
         found = _library(problem).forward(problem, needs)
         ctx.set_materialize_grads(False)
-        rows = _kept(found[1:], kept, ctx)
+        rows = _saved(found[1:], saved, ctx)
         ctx.save_for_backward(q, k, v, sinks, seed, *terms[:6], found[0], *rows)
         ctx.flags, ctx.numbers, ctx.again = terms[6:], (scale, softcap, dropped), again
         return tuple(found)
@@ -258,21 +256,21 @@ def gradients_of(
 
 def _gradient_by_operator(
     problem: Problem,
-    kept: list[Tensor | None],
+    saved: list[Tensor | None],
     incoming: list[Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     q, k, v, sinks, terms, *numbers, seed, _ = problem
     found = torch.ops.headwise.native_backward(
-        q, k, v, sinks, *terms, *numbers, seed, *kept, *incoming, list(needed)
+        q, k, v, sinks, *terms, *numbers, seed, *saved, *incoming, list(needed)
     )
     return [g if yes else None for g, yes in zip(found, needed, strict=True)]
 
 
-def _kept(rows: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor | None]:
+def _saved(rows: Sequence[Tensor | None], saved: int, ctx: Any) -> list[Tensor | None]:
     """Return the statistics that the backward pass reads; mark the others as without gradient."""
     found = dict(zip(STATISTICS, rows, strict=True))
-    read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and kept & BIT[name]}
+    read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and saved & BIT[name]}
     rest = [x for name, x in found.items() if x is not None and name not in read]
     if rest:
         ctx.mark_non_differentiable(*rest)
@@ -289,7 +287,7 @@ _READ = (
 )
 _DROPOUT = "int dropped, Tensor? seed"
 _GRADS = ", ".join(f"Tensor? grad_{name}" for name in ("out", *DIFFERENTIABLE))
-_KEPT = ", ".join(f"Tensor? {name}" for name in ("out", *DIFFERENTIABLE))
+_SAVED = ", ".join(f"Tensor? {name}" for name in ("out", *DIFFERENTIABLE))
 _EIGHT = ", ".join(["Tensor"] * (1 + len(STATISTICS)))
 
 
@@ -299,14 +297,14 @@ def _problem(args: tuple[Any, ...]) -> Problem:
     return Problem(q, k, v, sinks, Terms(*terms), *args[13:17])
 
 
-def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+def _filled(tensors: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0, dtype=torch.float32) if x is None else x for x in tensors)
 
 
 @torch.library.custom_op(
     "headwise::native_forward",
     mutates_args=(),
-    schema=f"({_READ}, {_DROPOUT}, int needs, int kept) -> ({_EIGHT})",
+    schema=f"({_READ}, {_DROPOUT}, int needs, int saved) -> ({_EIGHT})",
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     problem = _problem(args)
@@ -326,7 +324,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     out = None if inputs[2] is None else output[0]
-    rows = _kept(output[1:], inputs[18], ctx)
+    rows = _saved(output[1:], inputs[18], ctx)
     ctx.save_for_backward(*inputs[:10], inputs[16], out, *rows)
     ctx.numbers = inputs[10:16]
 
@@ -334,13 +332,13 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *read, seed, out = ctx.saved_tensors[:12]
     problem = _problem((*read, *ctx.numbers, seed))
-    kept = [out, *ctx.saved_tensors[12:]]
+    saved = [out, *ctx.saved_tensors[12:]]
     incoming = [g for name, g in zip(("out", *STATISTICS), grads, strict=True) if name != "max"]
     needed = [
         x is not None and want
         for x, want in zip(problem[:4], ctx.needs_input_grad[:4], strict=True)
     ]
-    found = _gradient_by_operator(problem, kept, incoming, needed)
+    found = _gradient_by_operator(problem, saved, incoming, needed)
     return (*found, *(None,) * 15)
 
 
@@ -351,16 +349,16 @@ _forward.register_autograd(_differentiate, setup_context=_remember)
     "headwise::native_backward",
     mutates_args=(),
     schema=(
-        f"({_READ}, {_DROPOUT}, {_KEPT}, {_GRADS}, bool[] needed)"
+        f"({_READ}, {_DROPOUT}, {_SAVED}, {_GRADS}, bool[] needed)"
         " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     (out, *rows), (grad_out, *grads), needed = args[17:24], args[24:31], args[31]
-    kept = dict(zip(DIFFERENTIABLE, rows, strict=True))
+    saved = dict(zip(DIFFERENTIABLE, rows, strict=True))
     incoming = dict(zip(DIFFERENTIABLE, grads, strict=True))
     problem = _problem(args)
-    found = _library(problem).backward(problem, out, kept, grad_out, incoming, tuple(needed))
+    found = _library(problem).backward(problem, out, saved, grad_out, incoming, tuple(needed))
     return _filled(found, args[0])
 
 

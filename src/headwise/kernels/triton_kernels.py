@@ -27,7 +27,7 @@ LENGTHS = ["queries", "keys", "offset"]
 
 
 class Constants(NamedTuple):
-    """What is compiled into a kernel: the causal flag, widths of heads and sizes of blocks."""
+    """Constants of a compiled kernel: the causal flag, widths of heads and sizes of blocks."""
 
     CAUSAL: bool
     D: int
@@ -48,7 +48,7 @@ class Constants(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What makes scores of the products of one head: its mask, bias and scale."""
+    """Mask, bias and scale of one head: they turn products into scores."""
 
     b: Any
     h: Any
@@ -79,7 +79,7 @@ class Queries(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What a backward pass reads of each row: its softmax, and gradients."""
+    """The softmax of each row, and incoming gradients, as the backward pass reads them."""
 
     base: Any
     total: Any
@@ -96,7 +96,7 @@ class Incoming(NamedTuple):
 
 @triton.jit
 def _cells(x, row, at, column):
-    """The addresses of rows and columns of a matrix with the strides `at[2:]`."""
+    """Return the addresses of rows and columns of a matrix with the strides `at[2:]`."""
     return x + row[:, None].to(tl.int64) * at[2] + column[None, :] * at[3]
 
 
@@ -105,7 +105,7 @@ def _load(
     x, row, rows, at, columns, BLOCK: tl.constexpr, EVEN: tl.constexpr, CHECK: tl.constexpr = True,
     FIRST: tl.constexpr = 0,
 ):  # fmt: skip
-    """`[n, BLOCK]`: rows `row` of a tensor whose last two strides are `at[2:]`; 0 outside of it.
+    """Load rows `row` `[n, BLOCK]` of a tensor whose last two strides are `at[2:]`; 0 outside it.
 
     The columns are those from `FIRST` on.
     """
@@ -123,7 +123,7 @@ def _load(
 
 @triton.jit
 def _load_heads(x, row, rows, at, CHECK: tl.constexpr, C: tl.constexpr):
-    """Rows of queries or keys in their two pieces; without a second, the first again."""
+    """Load rows of queries or keys in two pieces; without a second, return the first twice."""
     first = _load(x, row, rows, at, C.D, C.BD, C.EVEN or C.BE > 0, CHECK)
     more = first
     if C.BE > 0:
@@ -146,13 +146,13 @@ def _store_heads(x, row, rows, at, first, more, C: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, EXACT: tl.constexpr):
-    """`a · b`, added to `acc` where that is given."""
+    """Return `a · b`, added to `acc` if that is given."""
     return tl.dot(a, b, acc, input_precision="tf32x3" if EXACT else "tf32")
 
 
 @triton.jit
 def _products(q, more_q, k, more_k, C: tl.constexpr):
-    """`q·k` of queries and keys, in their two pieces."""
+    """Return `q·k` of queries and keys in their two pieces."""
     dot = _dot(q, tl.trans(k), None, C.EXACT)
     if C.BE > 0:
         dot = _dot(more_q, tl.trans(more_k), dot, C.EXACT)
@@ -171,7 +171,7 @@ def _add_products(acc, more_acc, weights, x, more, C: tl.constexpr):
 
 @triton.jit
 def _zeros(BLOCK: tl.constexpr, C: tl.constexpr):
-    """An accumulator in two pieces."""
+    """Return an accumulator in two pieces."""
     acc = tl.full([BLOCK, C.BD], 0.0, tl.float32)
     more = acc
     if C.BE > 0:
@@ -184,7 +184,7 @@ def _zeros(BLOCK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _edge(i, edge, at, by, otherwise):
-    """An edge of each query's range of keys, within the sequence."""
+    """Return an edge of each query's range of keys, within the sequence."""
     if edge is not None:
         value = tl.load(edge + by.b * at[0] + by.h * at[1] + i.to(tl.int64) * at[2])
         return tl.minimum(tl.maximum(value, 0), by.keys).to(tl.int32)
@@ -193,7 +193,7 @@ def _edge(i, edge, at, by, otherwise):
 
 @triton.jit
 def _queries(i, by):
-    """The queries `i`, with their positions and ranges."""
+    """Return the queries `i` with their positions and ranges."""
     pos = i + by.offset if by.position is None else tl.load(by.position + i).to(tl.int32)
     low = _edge(i, by.low, by.low_at, by, 0)
     return Queries(i, pos, low, _edge(i, by.high, by.high_at, by, by.keys))
@@ -201,13 +201,13 @@ def _queries(i, by):
 
 @triton.jit
 def _upright(rows):
-    """The same queries along the first of two axes."""
+    """Return the same queries along the first of two axes."""
     return Queries(rows.i[:, None], rows.pos[:, None], rows.low[:, None], rows.high[:, None])
 
 
 @triton.jit
 def _unit(by):
-    """Scores times this are logarithms to base 2.
+    """Return the factor that makes scores logarithms to base 2.
 
     A bias may leave nothing of q·k in a score. That rounding must be done before anything is taken
     from the score, and a product with log₂ e would be fused with what comes after it.
@@ -219,7 +219,7 @@ def _unit(by):
 
 @triton.jit
 def _scores(dot, rows, j, by, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
-    """Scores in their unit, −inf where hidden, and the tanh of softcap; of axes that broadcast."""
+    """Return scores in their unit, −inf where hidden, and the tanh of softcap."""
     bend = dot
     if (by.softcap is None) and (by.bias is None) and (by.slopes is None):
         s = dot * (by.scale * LOG2E)
@@ -255,9 +255,10 @@ def _scores(dot, rows, j, by, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _key_span(rows, by, C: tl.constexpr):
-    """Of a block of queries: the first and last key that is visible, and between which all see all.
+    """Return the edges of three spans of keys for a block of queries.
 
-    The first of these three spans needs masks only with a left edge, the second none.
+    All visible keys are in them. In the second all queries see all keys; the first is empty without
+    a window or a lower edge.
     """
     start = tl.maximum(tl.min(rows.low), 0)
     stop = tl.minimum(tl.max(rows.high), by.keys)
@@ -285,7 +286,7 @@ def _sweep(
     KNOWN: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, AHEAD: tl.constexpr,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys from `start` to `stop`; where the base is KNOWN, nothing is rescaled."""
+    """Accumulate the keys from `start` to `stop`; if the base is KNOWN, nothing is rescaled."""
     unit = _unit(by)
     upright = _upright(rows)
     # Only the address of a block's first key changes in the loop, and that in 64 bits.
@@ -335,7 +336,7 @@ def _sweep(
 
 @triton.jit
 def _add_sink(m, total, moment, ahead, acc, sink, unit):
-    """Take in one more score, which has no key."""
+    """Accumulate one more score, which has no key."""
     top = tl.maximum(m, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     shrink, own = tl.exp2((m - base) * unit), tl.exp2((sink - base) * unit)
@@ -366,12 +367,12 @@ def _forward(
     lse, out, out_at, base_out, total_out, lse_out, max_out, entropy_out, ahead_out, first_out,
     previous_out, self_out, BM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Output and statistics of a block of queries, of all or of those that are `chosen`.
+    """Compute output and statistics of a block of queries, of all or of the `chosen` ones.
 
-    `terms` are the fields of `Scoring` without those of the head. Where `lse` is given, weights are
-    taken from it, and there is no output; rows in which it is so large that weights would lose
-    digits are gone over twice. `base_out` and `total_out` are what scores are taken relative to and
-    the sum of the weights then: the log-sum-exp and 1, or the largest score.
+    `terms` are the fields of `Scoring` after `b` and `h`. If `lse` is given, weights are computed
+    from it, and there is no output; rows in which it is so large that weights would lose digits are
+    read twice. `base_out` and `total_out` are the base of the scores and the sum of the weights
+    relative to it: the log-sum-exp and 1, or the largest score and its sum.
     """
     KNOWN: tl.constexpr = lse is not None
     MAX: tl.constexpr = max_out is not None
@@ -435,7 +436,7 @@ def _forward(
         if sinks is not None:
             own = tl.exp2((sink - base) * unit)
             moment += tl.where(own > 0, own * (sink - base), 0.0)
-        # What comes of scores that are no numbers is none, either.
+        # NaN scores give NaN statistics.
         total = tl.where(size < float("inf"), total, float("nan"))
         m = base
     else:
@@ -478,7 +479,7 @@ def forward(
     on, lse, out, out_at, base_out, total_out, lse_out, max_out, entropy_out, ahead_out, first_out,
     previous_out, self_out, C: tl.constexpr,
 ):  # fmt: skip
-    """Output and statistics of a block of queries (`_forward`); with 0 in `on`, nothing is done."""
+    """Compute output and statistics of a block of queries; if `on` is 0, do nothing."""
     if on is not None:  # noqa: SIM102 (Triton must know whether there is something to load)
         if tl.load(on) == 0:
             return
@@ -501,9 +502,10 @@ def sampled(
     self_out, every_max, every_first, every_previous, every_self,
     FEW: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of the queries `chosen`, by the first `programs`; by the others, those of `every`.
+    """Compute statistics of the `chosen` queries, and others (`every_…`) of all queries.
 
-    The log-sum-exp of every query is known. Blocks of chosen queries are small, as these are few.
+    The first `programs` take the chosen queries, in small blocks as these are few. The log-sum-exp
+    of all queries is known.
     """
     terms = (
         keys, position, offset, low, low_at, high, high_at, window, allowed, allowed_at, bias,
@@ -529,22 +531,22 @@ def sampled(
 
 @triton.jit
 def _base(rows, at, outside, natural):
-    """What a row's scores are taken relative to, in their unit; ∞ where there are no weights."""
+    """Return the base of each row's scores, in their unit; ∞ where there are no weights."""
     base = tl.load(rows.base + at) / natural
     return tl.where(outside | (base == float("-inf")), float("inf"), base)
 
 
 @triton.jit
 def _weights(above, incoming, at, unit):
-    """The softmax of scores above their row's base, whose weights have this total."""
+    """Return the softmax of scores above their row's base."""
     return tl.exp2(above * unit) * (1.0 / tl.load(incoming.total + at))[:, None]
 
 
 @triton.jit
 def _change(p, above, pos, j, at, change, incoming):
-    """`dS = P ∘ (dP + constant − g_H above + g_J (j − position) + …)`; `change` is dP.
+    """Return `dS = P ∘ (dP + constant − g_H above + g_J (j − position) + …)`; `change` is dP.
 
-    Scores are `above` what the constant is relative to, as natural logarithms. `pos` and `j` are
+    `above` are scores relative to the base of their row, as natural logarithms. `pos` and `j` are
     `[n, 1]` and `[1, n]`.
     """
     change += tl.load(incoming.constant + at)[:, None]
@@ -566,7 +568,7 @@ def _queries_sweep(
     acc, more_acc, q, more, g, at, base, rows, k, k_at, v, v_at, start, stop, by, incoming,
     VALUES: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from `start` to `stop` give to the gradient in a block of queries."""
+    """Accumulate the gradient in a block of queries over the keys from `start` to `stop`."""
     unit = _unit(by)
     upright = _upright(rows)
     column, k_step = tl.arange(0, C.BN), by.b * 0 + k_at[2]
@@ -597,7 +599,7 @@ def backward_queries(
     base, total, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self, g_q, gq_at,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient in a block of queries."""
+    """Compute the gradient in a block of queries."""
     blocks = tl.cdiv(queries, C.BM)
     program = tl.program_id(0)
     bh = program // blocks
@@ -636,8 +638,11 @@ def backward_queries(
 
 @triton.jit
 def _query_span(n, queries, by, CLOSED: tl.constexpr, C: tl.constexpr):
-    """Of the keys from `n` on: the first and last query that may see some, and between which all
-    see all. What lies beyond the last query or key weighs nothing, or is not stored."""
+    """Return the edges of three spans of queries for the keys from `n` on.
+
+    All queries that may see one of these keys are in them; in the second all see all. Cells beyond
+    the last query or key have weight 0, or are not stored.
+    """
     start, stop = n * 0, n * 0 + queries
     open_start, open_stop = start, stop
     if by.position is None:
@@ -656,7 +661,7 @@ def _query_span(n, queries, by, CLOSED: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _overlap(rows, n, by, MASKED: tl.constexpr, C: tl.constexpr):
-    """False where a block of queries sees none of the keys from `n` on, by its ranges."""
+    """Return False if a block of queries sees none of the keys from `n` on, by its ranges."""
     if MASKED and ((by.low is not None) or (by.high is not None)):
         return (tl.max(rows.high) > n) & (tl.min(rows.low) < n + C.BN)
     return tl.constexpr(True)
@@ -668,8 +673,8 @@ def _keys_sweep(
     first_row, by, incoming, weight, GRADIENT: tl.constexpr, COLUMN: tl.constexpr,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from `start` to `stop` give to a block of keys: to their gradient, to
-    that of their values, and to the weights that they receive."""
+    """Accumulate gradients and received weights of a block of keys over the queries from `start` to
+    `stop`."""
     unit = _unit(by)
     j, step, q_step = (n + tl.arange(0, C.BN))[None, :], tl.arange(0, C.BM), by.b * 0 + q_at[2]
     if g_out is not None:
@@ -712,11 +717,11 @@ def over_queries(
     base, total, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self,
     g_k, gk_at, g_v, gv_at, weight, received, C: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the queries for a block of keys.
+    """Compute sums over the queries for a block of keys.
 
-    These are the gradients in the keys and their values, from all query heads that read them; and
-    what the keys receive from each query head, `Σ_i weight_i p_ij`. A program takes all of these
-    heads where there is a gradient, else one.
+    These are the gradients in the keys and their values, over all query heads that read them, and
+    the attention received from each query head, `Σ_i weight_i p_ij`. A program takes all of these
+    heads if there is a gradient, else one.
     """
     GRADIENT: tl.constexpr = g_k is not None
     COLUMN: tl.constexpr = received is not None
