@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.report.budget import budget
+from headwise.report.codec import budget
 from headwise.report.schema import Layer, Look, Stream
 
 WORDS = ["the", "of", "and", "a", "to", "in", "is", "that", "for", "it", "as", "was", "with", "who"]

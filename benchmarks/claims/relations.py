@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.models.gpt import builtin
 from headwise.report.folders import load_folder
-from headwise.report.text import Vocabulary
+from headwise.report.tokens import Vocabulary
 
 from ..pages.words import percent, table
 

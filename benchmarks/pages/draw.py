@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from headwise.report.label_styles import LABEL_STYLES
+from headwise.report.catalog import LABEL_STYLES
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#555555")
 GREY = "#d9d9d9"

@@ -20,7 +20,7 @@ from headwise.report.page import render_page
 from headwise.report.samples import Samples
 from headwise.report.schema import load
 from headwise.report.subjects import subject_of
-from headwise.report.terminal import by_note, notable, summary, table
+from headwise.report.terminal import best_heads, by_salience, summary, table
 
 WORDS = "The cat sat on the mat, and the cat slept"
 
@@ -226,17 +226,17 @@ def test_the_most_notable_heads_come_first() -> None:
     from headwise.report.folders import load_folder
 
     seen = hw.look(*load_folder(builtin()), WORDS)
-    labels = [row["labels"][0]["label"] if row["labels"] else None for row in by_note(seen)]
+    labels = [row["labels"][0]["label"] if row["labels"] else None for row in by_salience(seen)]
     order = [*dict.fromkeys(rule["label"] for rule in seen.rules), None]
     assert [order.index(one) for one in labels] == sorted(order.index(one) for one in labels)
     assert len({*labels}) > 3
     first = [
-        row for row in by_note(seen) if row["labels"] and row["labels"][0]["label"] == labels[0]
+        row for row in by_salience(seen) if row["labels"] and row["labels"][0]["label"] == labels[0]
     ]
     scores = [row["labels"][0]["score"] for row in first]
     assert scores == sorted(scores, reverse=True)
     assert len(scores) > 1
-    lines = notable(seen).splitlines()
+    lines = best_heads(seen).splitlines()
     assert len(lines) == 1 + len({*labels} - {None})
     assert lines[1].split()[0] == f"L{first[0]['layer']}H{first[0]['head']}"
     assert f"({scores[0]:.2f}" in lines[1]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from colours import BLIND, apart, contrast, seen
+from headwise.report.catalog import LABEL_STYLES
 from headwise.report.head_labels import NO_LABEL, RULES
-from headwise.report.label_styles import LABEL_STYLES
 
 PANELS = {"light": "#ffffff", "dark": "#1a1d22"}
 

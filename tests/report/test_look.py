@@ -19,14 +19,13 @@ from torch import Tensor
 from headwise.core.observers import observers
 from headwise.models.corpus import TextError, repeated_tokens, train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, load
-from headwise.report import LookError, budget, look, token_texts
-from headwise.report.columns import COLUMNS
+from headwise.report import LookError, codec, look, token_texts
+from headwise.report.catalog import COLUMNS, LABEL_STYLES
+from headwise.report.codec import finite
+from headwise.report.compare import similarity
 from headwise.report.head_labels import NO_LABEL, label_head
-from headwise.report.label_styles import LABEL_STYLES
-from headwise.report.schema import finite
-from headwise.report.similar import similarity
 from headwise.report.terminal import module_lines, summary, table
-from headwise.report.text import _byte_of_letter, _piece_text
+from headwise.report.tokens import _byte_alphabet, _piece_text
 
 LAYERS, HEADS, DIM, CONTEXT, VOCAB = 2, 3, 5, 23, 263
 TEXT = "so much, so much naïve, so naïve and much so, and so on and on\n"
@@ -173,7 +172,7 @@ def test_figures_on_random_repeats_equal_attention_written_by_hand(model: GPT, t
 def test_a_long_text_is_shown_in_blocks(
     model: GPT, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "MAP_SIDE", 5)
+    monkeypatch.setattr(codec, "MAP_SIDE", 5)
     seen = look(model, tokenizer, TEXT)
     ids = torch.tensor(tokenizer.encode(TEXT).ids[:CONTEXT])[None]
     block = [i * 5 // CONTEXT for i in range(CONTEXT)]
@@ -310,7 +309,7 @@ def test_tokens_are_decoded_one_by_one(tokenizer) -> None:
 def test_every_byte_has_its_letter() -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    letters = _byte_of_letter()
+    letters = _byte_alphabet()
     assert sorted(letters.values()) == list(range(256))
     assert set(letters) == set(ByteLevel.alphabet())
     for text in ("é", "\n", " ", "\u00ad"):

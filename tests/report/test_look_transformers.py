@@ -24,11 +24,11 @@ from headwise.models.corpus import TextError
 from headwise.report import LookError, look
 from headwise.report.folders import load_folder
 from headwise.report.head_labels import is_delimiter
+from headwise.report.samples import Texts
 from headwise.report.schema import Look, load
 from headwise.report.subjects import subject_of
 from headwise.report.terminal import summary
-from headwise.report.text import Vocabulary, pieces_by_decoding
-from headwise.report.texts import Texts
+from headwise.report.tokens import Vocabulary, pieces_by_decoding
 from headwise.weights.folders import FolderError
 from model_folders import NAMES, TEXT, write_folder, write_picture
 
@@ -791,6 +791,15 @@ def test_a_folder_that_cannot_be_read_is_one_line(
         load_folder(folder)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_config_may_have_more_labels_than_there_are_weights(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model, _ = load_folder(folders["llama"])
+    numbers = sum(weight.numel() for weight in model.parameters())
+    folder = changed(folders["llama"], tmp_path / "labels", num_labels=2 * numbers)
+    assert load_folder(folder)[0].config.num_labels == 2 * numbers
 
 
 def test_pickled_damaged_and_missing_files(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from browser import Tab, chromium
 from headwise.report.page import PageError, check_out, render_page, write_page
-from headwise.report.schema import Look, document
+from headwise.report.schema import Look
 from looks import decoder, words
 
 LAYERS, HEADS, TOKENS = 2, 3, 23
@@ -74,7 +74,7 @@ def test_the_file_holds_the_looks_own_document(seen: Look, page_file: Path) -> N
     (found,) = results(page_file.read_text("utf-8"))
     assert found.pop("title") == f"<b>tiny on {HOSTILE[2]}"
     made = dict(found.pop("made"))
-    assert found == document(seen)
+    assert found == seen.document()
     assert made["Model"] == "<b>tiny: 2 attention layers, 3 heads each"
     assert made["Versions"].startswith("headwise 0, torch 2")
     assert made["Seed"] == "0"

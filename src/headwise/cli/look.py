@@ -20,15 +20,17 @@ from rich.table import Table
 from .._io import place_for
 from .._text import escaped
 from ..models import corpus, gpt
+from ..report.codec import finite
 from ..report.compare import differences
 from ..report.folders import folder_of, load_folder, name_of
 from ..report.head_labels import NO_LABEL
 from ..report.look import look as look_at
 from ..report.page import check_out, write_page
+from ..report.page.report import titles
 from ..report.sample import LookError
-from ..report.schema import Look, finite, load, titles
-from ..report.terminal import TOP, fitted, notable, signed, summary, table
-from ..report.texts import Texts
+from ..report.samples import Texts
+from ..report.schema import Look, load
+from ..report.terminal import TOP, best_heads, fit_table, format_difference, summary, table
 from ..weights.folders import read_config
 from .terminal import SEEDS, TIMEOUT, Quiet, bar, console, launched, paged
 
@@ -97,7 +99,7 @@ def look(
     top: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Heads in the table, the most notable first; 0: all."
+            min=0, metavar="N", help="Heads in the table, the most best_heads first; 0: all."
         ),
     ] = TOP,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
@@ -265,7 +267,7 @@ def _show(seen: Look, top: int, quiet: bool) -> None:
     if quiet:
         before = after = ""
     else:
-        before = f"{before}\n\n{notable(seen)}"
+        before = f"{before}\n\n{best_heads(seen)}"
     _print(screen, before, drawn, after)
 
 
@@ -285,9 +287,9 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
         print(json.dumps(finite(rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         screen = console()
-        names = titles(looks)
+        names = titles([one.provenance for one in looks])
         changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
-        drawn, left_out = fitted(changes, screen.width, signed)
+        drawn, left_out = fit_table(changes, screen.width, format_difference)
         before = f"A: {names[0]}\nB: {names[1]}\nB − A of every figure:"
         after = [f"{alone} heads are in one of the two alone and are left out."] if alone else []
         if left_out:

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from .._text import escaped
+from ..report.codec import finite
 from ..report.page.parts import check_out
 from ..report.page.timeline import write_timeline
-from ..report.schema import finite
 from ..report.timeline import (
     NothingRecordedError,
     Timeline,

@@ -1,4 +1,4 @@
-"""Looking: a model and a text in, a report on every head of it out; and labels of heads."""
+"""Look at a model on a text: a report on every head, and labels of heads."""
 
 from .head_labels import (
     NO_LABEL,
@@ -14,7 +14,7 @@ from .head_labels import (
 )
 from .look import look
 from .sample import LookError
-from .text import token_texts
+from .tokens import token_texts
 
 __all__ = [
     "NOT_EVALUATED",

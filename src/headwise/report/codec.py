@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import gzip
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ TWO_BYTES = 65534
 
 
 def pack(values: np.ndarray, levels: int = BYTE, *, root: bool = False) -> dict[str, Any]:
-    """Numbers from 0 up as whole steps of 1/`levels` of the largest in each `values[n]`.
+    """Pack numbers ≥ 0 as integer steps of 1/`levels` of the largest in each `values[n]`.
 
-    With `root` the steps are of the square root: small numbers keep more of theirs. The code
-    `levels + 1` stands for NaN.
+    With `root` the steps are of the square root, which keeps more digits of small numbers. The
+    code `levels + 1` stands for NaN.
 
     >>> grid = pack(np.array([[0.0, 0.5, 2.0, math.nan]]))
     >>> grid["shape"], grid["scale"], grid["planes"]
@@ -41,7 +42,7 @@ def pack(values: np.ndarray, levels: int = BYTE, *, root: bool = False) -> dict[
 
 
 def pack_whole(values: np.ndarray) -> dict[str, Any]:
-    """Whole numbers from −1 up, exactly.
+    """Pack integers ≥ −1 exactly.
 
     >>> unpack(pack_whole(np.array([[-1, 0, 700]]))).tolist()
     [[-1, 0, 700]]
@@ -52,9 +53,9 @@ def pack_whole(values: np.ndarray) -> dict[str, Any]:
 
 
 def pack_float(values: np.ndarray, planes: int) -> dict[str, Any]:
-    """Numbers, NaN and infinite ones too, as floats of 4 bytes or 2: 24 or 11 bits each are kept.
+    """Pack numbers, NaN and infinities included, as floats of 4 or 2 bytes: 24 or 11 bits each.
 
-    Those of 2 bytes are multiples of `unit`, a power of two with which the largest fits; numbers
+    Floats of 2 bytes are multiples of `unit`, a power of two with which the largest fits; numbers
     under 2⁻²⁹ of it keep fewer bits.
 
     >>> grid = pack_float(np.array([[0.5, 17000.0, math.nan, math.inf]]), 2)
@@ -74,17 +75,17 @@ def pack_float(values: np.ndarray, planes: int) -> dict[str, Any]:
 def _planes(codes: np.ndarray, planes: int) -> dict[str, Any]:
     whole = np.ascontiguousarray(codes.ravel(), dtype=f">u{planes}")
     apart = whole.view(np.uint8).reshape(-1, planes).T
-    return {"shape": list(codes.shape), "planes": planes, "data": squeeze(apart.tobytes())}
+    return {"shape": list(codes.shape), "planes": planes, "data": gzip_b64(apart.tobytes())}
 
 
 def unpack(grid: dict[str, Any]) -> np.ndarray:
-    """The array of a grid, float32 or int64.
+    """Return the array of a grid, float32 or int64.
 
     Raises:
         ValueError: bytes that do not fill the shape.
     """
     shape, planes = tuple(grid["shape"]), grid["planes"]
-    content = stretch(grid["data"])
+    content = ungzip_b64(grid["data"])
     if len(content) != math.prod(shape) * planes:
         raise ValueError(f"{len(content)} bytes do not fill {list(shape)} of {planes} bytes each")
     apart = np.frombuffer(content, np.uint8).reshape(planes, -1)
@@ -100,9 +101,9 @@ def unpack(grid: dict[str, Any]) -> np.ndarray:
 
 
 def pooled(values: np.ndarray, most: int) -> np.ndarray:
-    """Means over at most `most` blocks of the last axis; entry i lies in block `i · n // T`.
+    """Average over at most `most` blocks of the last axis; entry i lies in block `i · n // T`.
 
-    NaN is left out of a mean, and stays where there is nothing else.
+    NaN is ignored; a block of NaN alone stays NaN.
 
     >>> pooled(np.array([[1.0, 3.0, 5.0, math.nan]]), 2).tolist()
     [[2.0, 5.0]]
@@ -117,18 +118,75 @@ def pooled(values: np.ndarray, most: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def squeeze(content: bytes) -> str:
-    """Bytes as text, gzip within base64. The same bytes give the same text."""
+def gzip_b64(content: bytes) -> str:
+    """Compress bytes to text: gzip within base64. The same bytes give the same text."""
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode("ascii")
 
 
-def stretch(text: str) -> bytes:
-    """What `squeeze` was given.
+def ungzip_b64(text: str) -> bytes:
+    """Return the bytes that `gzip_b64` compressed.
 
     Raises:
-        ValueError: text that `squeeze` did not make.
+        ValueError: not such a text.
     """
     try:
         return gzip.decompress(base64.b64decode(text, validate=True))
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"packed data are damaged: {error}") from error
+
+
+MAP_SIDE = 256  # the most cells on a side of a map
+MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
+TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
+MOST_KEYS = 8
+SHORT_PERIOD = 14  # random tokens that come twice, of the piece that is shown
+POSITIONS = 50_000
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The resolution of a look, chosen so that its page stays below 5 MB.
+
+    map_side: the most cells on a side of a map. top_keys: the number of keys kept for each query.
+    positions: the most entries of `entropy` and `received` of a head.
+    """
+
+    map_side: int
+    top_keys: int
+    positions: int
+
+
+def short_period(heads: int) -> int:
+    """Return the length of the short repeated piece for a model of so many heads.
+
+    >>> short_period(16), short_period(1024), short_period(4096)
+    (14, 13, 6)
+    """
+    return max(2, min(SHORT_PERIOD, math.isqrt(MAP_CELLS // heads) // 2))
+
+
+def budget(heads: int, tokens: int) -> Budget:
+    """Return the resolution for `heads` heads (of all layers together) on `tokens` tokens.
+
+    >>> budget(12, 128)
+    Budget(map_side=128, top_keys=8, positions=128)
+    >>> budget(12 * 12, 1024), budget(32 * 32, 512)
+    (Budget(map_side=74, top_keys=4, positions=347), Budget(map_side=27, top_keys=1, positions=48))
+    """
+    most = max(2, min(MAP_SIDE, math.isqrt(MAP_CELLS // heads)))
+    side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of sizes as equal as can be
+    keys = min(MOST_KEYS, TOP_ENTRIES // (heads * tokens))
+    return Budget(side, keys, max(2, min(tokens, POSITIONS // heads)))
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None in nested data.
+
+    >>> finite({"a": [1.5, math.inf]})
+    {'a': [1.5, None]}
+    """
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

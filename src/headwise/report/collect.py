@@ -1,4 +1,4 @@
-"""What every attention call of a forward gives to a look."""
+"""Collect the statistics of every attention call of a forward, on one rank or several."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..capture.call import AttentionCall, Looking
 from ..capture.captured import Watched
+from ..capture.effects import HeadEffects
 from ..capture.session import Net, catch
 from ..core.reference import Definition
 from ..stats.entropy import Entropy
@@ -26,7 +27,7 @@ from ..stats.record import Reading, Record
 from ..stats.statistic import Statistic
 from ..stats.top_keys import TopKeys
 from .head_labels import naming_statistics
-from .sample import LookError, Part, Sample, told_if_it_fails
+from .sample import LookError, Part, Sample, as_look_error
 from .schema import Layer
 
 
@@ -42,10 +43,10 @@ class Place:
 
 
 @contextmanager
-def calls_of(model: nn.Module, hear: Callable[[AttentionCall, Place], None]) -> Iterator[Net]:
-    """Let `hear` know of every attention call, each under a name of its own.
+def calls_of(model: nn.Module, on_call: Callable[[AttentionCall, Place], None]) -> Iterator[Net]:
+    """Call `on_call` for every attention call, each with a name of its own.
 
-    A module that is called again (as layers that share their weights are) is another layer.
+    A module that runs twice, as layers with shared weights do, counts as another layer.
     """
     times: Counter[str] = Counter()
 
@@ -58,25 +59,25 @@ def calls_of(model: nn.Module, hear: Callable[[AttentionCall, Place], None]) -> 
         times[call.name] += 1
         again = times[call.name]
         name = call.name if again == 1 else f"{call.name} (call {again})"
-        hear(call, Place(name, call.name, call.heads, call.queries, call.keys))
+        on_call(call, Place(name, call.name, call.heads, call.queries, call.keys))
 
     with catch(model, listen, function="look") as net:
         yield net
 
 
 def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
-    """The attention calls of a forward, in order.
+    """List the attention calls of a forward, in order.
 
     Raises:
         LookError: there are none, or the model cannot run on this.
     """
     places: list[Place] = []
 
-    def hear(call: AttentionCall, place: Place) -> None:
+    def on_call(call: AttentionCall, place: Place) -> None:
         call.once_whole(lambda _: places.append(place))
 
-    with calls_of(model, hear) as net:
-        with told_if_it_fails(model):
+    with calls_of(model, on_call) as net:
+        with as_look_error(model):
             forward()
         if not places:
             why = net.names.why_nothing()
@@ -99,9 +100,9 @@ class VisibleKeys(Statistic):
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """What is kept of the text that is shown: cells on a side of a map, keys of a query, and bins
-    of doubling width for distances."""
+class Resolution:
+    """The resolution of the text that is shown: cells on a side of a map, keys for each query,
+    and bins of doubling width for distances."""
 
     map_side: int
     top_keys: int
@@ -109,8 +110,8 @@ class Drawing:
 
 
 @dataclass
-class Found:
-    """What is gathered: sums over all texts, the first text's layers, and how far it has come.
+class Collected:
+    """The collected data: sums over all texts, the layers of the first text, and the progress.
 
     `modules` are the qualified names behind those of the layers.
     """
@@ -122,25 +123,27 @@ class Found:
     modules: dict[str, str] = field(default_factory=dict)
 
 
-def gather(
+def collect(
     model: nn.Module,
     sample: Sample,
-    found: Found,
+    found: Collected,
     forward: Callable[[], object],
     *,
-    drawing: Drawing | None,
+    resolution: Resolution | None,
 ) -> None:
-    """Add what the heads do on a text; with a drawing, keep it as the layers that are shown."""
+    """Add the statistics of a text; with a resolution, keep its layers to be shown."""
 
-    def hear(call: AttentionCall, place: Place) -> None:
+    def on_call(call: AttentionCall, place: Place) -> None:
         kind, queries, keys = sample.place(place.module, place.queries, place.keys)
         asked = _figures(kind, sample.parts[keys])
-        shown = [] if drawing is None else _drawn(kind, place, drawing)
+        shown = [] if resolution is None else _drawn(kind, place, resolution)
         readings = call.observe([*asked, *shown], Looking())
         names = [name for statistic in asked for name in statistic.names]
         _check(readings["entropy"], place, len(found.seen.modules))
         figures = {name: readings[name] for name in names}
-        layer = None if drawing is None else _layer(place, kind, queries, keys, readings, drawing)
+        layer = (
+            None if resolution is None else _layer(place, kind, queries, keys, readings, resolution)
+        )
         looked_at = call.batch * place.queries
 
         def keep(there: int) -> None:
@@ -153,17 +156,17 @@ def gather(
 
         call.once_whole(keep)
 
-    with calls_of(model, hear) as net:
+    with calls_of(model, on_call) as net:
         forward()
     found.seen.left_out |= net.names.left_out
 
 
-def gather_on_repeats(
-    model: nn.Module, sample: Sample, found: Found, forward: Callable[[], object]
+def collect_on_repeats(
+    model: nn.Module, sample: Sample, found: Collected, forward: Callable[[], object]
 ) -> None:
-    """Add what the heads of self-attention do on random tokens that come twice."""
+    """Add the statistics of self-attention on repeated random tokens."""
 
-    def hear(call: AttentionCall, place: Place) -> None:
+    def on_call(call: AttentionCall, place: Place) -> None:
         kind, _, keys = sample.place(place.module, place.queries, place.keys)
         ids = sample.parts[keys].ids
         if kind == "self" and ids is not None:
@@ -172,24 +175,24 @@ def gather_on_repeats(
             call.once_whole(lambda _: found.repeats.add(place.name, readings, place.heads))
         call.once_whole(lambda _: found.passed())
 
-    with calls_of(model, hear):
+    with calls_of(model, on_call):
         forward()
 
 
-def gather_short_repeat(
-    model: nn.Module, sample: Sample, found: Found, forward: Callable[[], object]
+def collect_short_repeat(
+    model: nn.Module, sample: Sample, found: Collected, forward: Callable[[], object]
 ) -> None:
-    """Keep the whole attention of self-attention on a short piece that comes twice."""
+    """Keep the attention weights of self-attention on a short repeated piece."""
     maps: dict[str, np.ndarray] = {}
 
-    def hear(call: AttentionCall, place: Place) -> None:
+    def on_call(call: AttentionCall, place: Place) -> None:
         kind, _, keys = sample.place(place.module, place.queries, place.keys)
         if kind == "self" and sample.parts[keys].ids is not None:
             drawn = _first_row(call.observe([Map(place.keys)], Looking())["map"])
             call.once_whole(lambda _: maps.update({place.name: drawn}))
         call.once_whole(lambda _: found.passed())
 
-    with calls_of(model, hear):
+    with calls_of(model, on_call):
         forward()
     found.layers[:] = [
         replace(layer, repeat=maps.get(layer.name) if layer.kind == "self" else None)
@@ -198,7 +201,7 @@ def gather_short_repeat(
 
 
 def _figures(kind: str, keys: Part) -> list[Statistic]:
-    """The statistics that are shown as numbers."""
+    """List the statistics that are shown as numbers."""
     if kind == "self":
         return [MaxLogit(), *naming_statistics(keys.ids, keys.delimiters, keys.separators)]
     asked: list[Statistic] = [MaxLogit(), Entropy(), Mass(First())]
@@ -207,18 +210,18 @@ def _figures(kind: str, keys: Part) -> list[Statistic]:
     return [*asked, *(statistic for statistic in named if wanted & {*statistic.names})]
 
 
-def _drawn(kind: str, place: Place, drawing: Drawing) -> list[Statistic]:
-    """The statistics that are drawn."""
-    asked: list[Statistic] = [Map(_side(place, drawing)), Received(), VisibleKeys()]
-    if drawing.top_keys:
-        asked.append(TopKeys(drawing.top_keys))
+def _drawn(kind: str, place: Place, resolution: Resolution) -> list[Statistic]:
+    """List the statistics that are drawn."""
+    asked: list[Statistic] = [Map(_side(place, resolution)), Received(), VisibleKeys()]
+    if resolution.top_keys:
+        asked.append(TopKeys(resolution.top_keys))
     if kind == "self":
-        asked.append(OffsetHistogram(drawing.bins, ahead=True))
+        asked.append(OffsetHistogram(resolution.bins, ahead=True))
     return asked
 
 
 def bins_of(keys: int) -> int:
-    """How many bins of doubling width reach over so many keys.
+    """Return the number of bins of doubling width that cover so many keys.
 
     >>> bins_of(2), bins_of(9), bins_of(1024)
     (2, 5, 11)
@@ -226,8 +229,8 @@ def bins_of(keys: int) -> int:
     return 1 + max(1, (keys - 1).bit_length())
 
 
-def _side(place: Place, drawing: Drawing) -> int:
-    return min(drawing.map_side, max(place.queries, place.keys))
+def _side(place: Place, resolution: Resolution) -> int:
+    return min(resolution.map_side, max(place.queries, place.keys))
 
 
 def _layer(
@@ -236,9 +239,9 @@ def _layer(
     queries: int,
     keys: int,
     readings: Mapping[str, Reading],
-    drawing: Drawing,
+    resolution: Resolution,
 ) -> Layer:
-    side = _side(place, drawing)
+    side = _side(place, resolution)
     maps = _first_row(readings["map"])[:, : min(side, place.queries), : min(side, place.keys)]
     empty = np.zeros((place.heads, place.queries, 0), dtype=np.float32)
     entropy = readings["entropy"]
@@ -254,8 +257,8 @@ def _layer(
         queries=queries,
         keys=keys,
         maps=maps,
-        top_keys=_first_row(readings["top_keys"], np.int32) if drawing.top_keys else empty,
-        top_weights=_first_row(readings["top_weights"]) if drawing.top_keys else empty,
+        top_keys=_first_row(readings["top_keys"], np.int32) if resolution.top_keys else empty,
+        top_weights=_first_row(readings["top_weights"]) if resolution.top_keys else empty,
         entropy=np.where(alive, _first_row(entropy), np.nan),
         received=_first_row(readings["received"]),
         offsets=_offsets(readings) if kind == "self" else None,
@@ -264,13 +267,13 @@ def _layer(
 
 
 def _offsets(readings: Mapping[str, Reading]) -> np.ndarray:
-    """`[H, 2 · bins − 1]`: what lies ahead, from afar to near, then the query, then behind."""
+    """Return `[H, 2 · bins − 1]`: keys ahead from far to near, the query itself, keys behind."""
     ahead, behind = (_first_row(readings[name]) for name in ("offsets_ahead", "offsets"))
     return np.concatenate([ahead[:, :0:-1], behind], axis=1)
 
 
 def behind_only(layers: list[Layer]) -> tuple[list[Layer], list[int]]:
-    """The layers and the first distances of their bins; without those ahead, if all are empty."""
+    """Return layers and the first distances of their bins, without bins ahead if all are empty."""
     offsets = next((layer.offsets for layer in layers if layer.offsets is not None), None)
     if offsets is None:
         return layers, []
@@ -286,7 +289,7 @@ def behind_only(layers: list[Layer]) -> tuple[list[Layer], list[int]]:
 
 
 def first_distances(bins: int) -> list[int]:
-    """The first distance back of each of those bins; below 0 what lies ahead.
+    """Return the first distance back of each bin; distances ahead are below 0.
 
     >>> first_distances(4)
     [-7, -3, -1, 0, 1, 2, 4]
@@ -304,3 +307,53 @@ def _check(entropy: Reading, place: Place, layer: int) -> None:
             f"the attention of layer {layer} ({place.module}) is not finite; the model's weights "
             f"hold NaN or overflow"
         )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share the texts of a look."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def over_ranks(cls) -> Ranks:
+        """Return the ranks of the default process group."""
+        from torch import distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return ONE_RANK
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def sums(self, *numbers: float | int) -> list[float | int]:
+        """Sum numbers over ranks; a collective call."""
+        if self.size == 1:
+            return list(numbers)
+        from ..parallel.merging import gathered
+
+        return [sum(one) for one in zip(*gathered(numbers), strict=True)]
+
+    def merge(self, found: Collected) -> None:
+        """Merge what all ranks collected into `found`; the layers shown are those of rank 0."""
+        if self.size == 1:
+            return
+        from ..parallel.merging import gathered
+
+        parts = gathered((found.seen, found.layers, found.modules))
+        found.seen = sum((seen for seen, _, _ in parts), Watched(running=True))
+        found.layers = parts[0][1]
+        found.modules = {k: v for _, _, modules in reversed(parts) for k, v in modules.items()}
+
+    def merged(self, effects: HeadEffects | None) -> HeadEffects:
+        """Merge the effects of all ranks; `None` for a rank without a text."""
+        if self.size == 1:
+            assert effects is not None  # there is a text, or an error before this
+            return effects
+        from ..parallel.merging import merged
+
+        whole = merged(effects)
+        assert isinstance(whole, HeadEffects)
+        return whole
+
+
+ONE_RANK = Ranks()

@@ -1,18 +1,22 @@
-"""Two looks side by side: the same heads, and how their figures differ."""
+"""Heads compared: the same heads of two looks, and all heads of one look in pairs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from .sample import LookError
-from .schema import Look
+from .schema import Layer, Look
 
 
 def differences(one: Look, other: Look) -> tuple[list[dict[str, Any]], int]:
-    """A row for each head that is in both, by module and number; and how many are in one alone.
+    """Return a row for each head that is in both, and the number of heads in only one.
 
-    `labels` are those of either as names, and every other figure that both have is the other's less
-    the one's.
+    Heads match by module and number. `labels` are the names of each look's labels; every other
+    metric is the difference `other − one`.
 
     Raises:
         LookError: no head is in both.
@@ -47,3 +51,50 @@ def differences(one: Look, other: Look) -> tuple[list[dict[str, Any]], int]:
             f"{names[1]}; compare two looks at one architecture"
         )
     return rows, len(one.rows) + len(other.rows) - 2 * len(rows)
+
+
+FORMULA = (
+    "Σ_{j} √(p_{ij} r_{ij}), mean over the rows i of two heads' maps (Bhattacharyya coefficient): "
+    "1 for equal maps, 0 where no key is shared. Heads that read other streams are not compared."
+)
+
+
+MOST_HEADS = 2048
+"""A matrix of more heads is unreadable."""
+
+
+def similarity(layers: Sequence[Layer]) -> np.ndarray | None:
+    """Return the similarity `[N, N]` of all heads; `None` for more than `MOST_HEADS`.
+
+    `Σ_j √(p_ij r_ij)`, the mean over rows of the maps (Bhattacharyya 1943): 1 for equal maps, 0
+    where no key is shared, NaN for heads whose queries or keys are other streams. What a learned
+    sink takes is one outcome more.
+
+    >>> from headwise.report.schema import Layer
+    >>> maps = np.array([[[1, 0], [0.5, 0.5]], [[1, 0], [0, 1]]], dtype=np.float32)
+    >>> rest = np.zeros((2, 2, 1))
+    >>> layer = Layer("attn", "self", True, 0, 0, maps, rest, rest, rest[..., 0], rest[..., 0])
+    >>> similarity([layer])[0].tolist()  # (1 + √½) / 2
+    [1.0, 0.85355...]
+    """
+    heads = [layer.heads for layer in layers]
+    if sum(heads) > MOST_HEADS:
+        return None
+    starts = np.cumsum([0, *heads])
+    found = np.full((sum(heads),) * 2, np.nan, dtype=np.float32)
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, layer in enumerate(layers):
+        alike[layer.queries, layer.keys, layer.maps.shape[1:]].append(number)
+    for numbers in alike.values():
+        roots = np.concatenate([_roots(layers[number].maps) for number in numbers])
+        places = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in numbers])
+        found[np.ix_(places, places)] = (roots @ roots.T).clip(0, 1)
+    np.fill_diagonal(found, 1.0)
+    return found
+
+
+def _roots(maps: np.ndarray) -> np.ndarray:
+    """Return `[H, n · (m + 1)]`: square roots of maps and of rows' remainders, of norm 1."""
+    left = (1 - maps.sum(-1, keepdims=True)).clip(0)
+    whole = np.concatenate([maps, left], axis=-1).clip(0)
+    return np.sqrt(whole.reshape(len(maps), -1) / maps.shape[1])

@@ -1,4 +1,4 @@
-"""Model folders of any architecture, read with `transformers`; GPT-2's by headwise itself."""
+"""Read model folders of any architecture with `transformers`, and those of GPT-2 without."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _ON_THE_HUB = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(.+)")
 _CARD = "README.md"
 _COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks|stages|experts|labels)$")
+MOST_LABELS = 1_000_000  # without a weight for each, as of a model that is stored without its head
 LONGEST_NAME = 60  # of a model card's heading, in letters, that is taken for a name
 
 
 def folder_of(model: str | Path) -> Path:
-    """The folder that is meant: the one of that path, or else the newest snapshot of a model of
-    that name in Hugging Face's local cache. Nothing is fetched.
+    """Return the folder at that path, or else the newest snapshot of the model of that name in
+    Hugging Face's local cache. Nothing is downloaded.
 
     Raises:
         FolderError: there is neither; the message names the command that fetches a model.
@@ -58,7 +59,7 @@ def folder_of(model: str | Path) -> Path:
 
 
 def _cache() -> Path:
-    """Where Hugging Face keeps what it has fetched, as its own documentation says."""
+    """Return the folder of Hugging Face's cache, by its documented environment variables."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -66,7 +67,7 @@ def _cache() -> Path:
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """The snapshot that `main` names, or the newest one; None where there is none with a config."""
+    """Return the snapshot of `main`, or the newest one; None if none has a config."""
     main = repository / "refs" / "main"
     named = [repository / "snapshots" / main.read_text("ascii").strip()] if main.is_file() else []
     others = sorted(
@@ -76,8 +77,8 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def name_of(folder: str | Path) -> str:
-    """What a folder's model is called: as on the Hub where the folder is of Hugging Face's cache,
-    or as its model card's heading calls it, or else as the folder is called.
+    """Return the name of a folder's model: its name on the Hub if the folder lies in Hugging Face's
+    cache, else the heading of its model card, else the folder's name.
 
     >>> name_of("/hub/models--google-bert--bert-base-uncased/snapshots/86b5e093")
     'google-bert/bert-base-uncased'
@@ -89,7 +90,7 @@ def name_of(folder: str | Path) -> str:
 
 
 def _heading(card: Path) -> str | None:
-    """The first heading of a model card, where it can be a model's name."""
+    """Return the first heading of a model card if it can be a model's name."""
     try:
         text = card.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -106,7 +107,7 @@ def _heading(card: Path) -> str | None:
 def load_folder(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> tuple[nn.Module, Any]:
-    """A model and its tokenizer, or its image processor, from a Hugging Face folder.
+    """Load a model and its tokenizer, or its image processor, from a Hugging Face folder.
 
     The class is that of `architectures` in `config.json`. Weights are read from safetensors alone,
     and no code that lies in the folder is run.
@@ -149,20 +150,23 @@ def load_folder(
 
 
 def _check_counts(config: Any, numbers: int, where: Path) -> None:
-    """Raise FolderError if a config has more layers, experts or labels than its files hold numbers.
-
-    `transformers` makes a list entry of each while it reads the config.
+    """Raise FolderError if a config has more layers or experts than its files hold numbers, or far
+    more labels: `transformers` makes a list entry of each while it reads the config.
     """
     entries = config.items() if isinstance(config, dict) else enumerate(config)
     for key, value in entries:
         if isinstance(value, dict | list):
             _check_counts(value, numbers, where)
-        elif isinstance(value, int) and value > numbers and _COUNTED.search(str(key)):
-            raise FolderError(f"{where}: {key}={value:,}, and the weights hold {numbers:,} numbers")
+        elif isinstance(value, int) and (found := _COUNTED.search(str(key))):
+            most = max(numbers, MOST_LABELS) if found[2] == "labels" else numbers
+            if value > most:
+                raise FolderError(
+                    f"{where}: {key}={value:,}, and the weights hold {numbers:,} numbers"
+                )
 
 
 def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
-    """The folder's image processor, or its tokenizer."""
+    """Load the folder's image processor or its tokenizer."""
     kind, what = transformers.AutoTokenizer, "tokenizer"
     files = ("tokenizer.json", "*vocab*", "*.model")
     if images:
@@ -205,9 +209,9 @@ def _class_of(transformers: Any, folder: Path, config: dict[str, Any], name: str
 
 
 def _check_weights(folder: Path, told: dict[str, Any]) -> None:
-    """Weights that are missing would be drawn at random, and nobody would see it.
+    """Raise FolderError if weights are missing, as transformers would initialize them at random.
 
-    A pooler comes after the attention, and base models are often stored without it.
+    Poolers are exempt: they come after the attention, and base models are often stored without.
     """
     missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
     apart = sorted(str(one[0]) for one in told.get("mismatched_keys", ()))
@@ -218,7 +222,7 @@ def _check_weights(folder: Path, told: dict[str, Any]) -> None:
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Whatever `transformers` finds wrong, as an error of one line."""
+    """Raise whatever `transformers` raises as a FolderError of one line."""
     try:
         yield
     except FolderError:
@@ -230,7 +234,7 @@ def _one_line(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the bars and warnings of `transformers`."""
+    """Suppress progress bars and warnings of `transformers`."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

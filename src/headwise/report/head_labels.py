@@ -1,7 +1,8 @@
-"""Naming heads: what each is known for, by rules that are data.
+"""Label heads by rules that are data.
 
-A rule holds a head's figure against a threshold. A head may have several labels, or none. Figures
-are means over valid queries that have what is measured; their share of the queries is the coverage.
+A rule compares a metric of a head with a threshold. A head may have several labels, or none.
+Metrics are means over the valid queries that have the key in question; their share of all queries
+is the coverage.
 
 Sources: Clark et al. 2019 (previous and next token, `[CLS]`, separators, delimiters, broad heads),
 Voita et al. 2019 (positional heads), Olsson et al. 2022 (induction), Wang et al. 2022 (duplicate
@@ -48,10 +49,10 @@ __all__ = [
 ]
 
 NO_LABEL = "unlabeled"
-"""What a head is called for which every rule was evaluated and none holds."""
+"""The name of a head for which every rule was evaluated and none holds."""
 
 NOT_EVALUATED = "not evaluated"
-"""What a head is called that has no label so far, while some rules could not be evaluated."""
+"""The name of a head without a label while some rules could not be evaluated."""
 
 MIN_COVERAGE = 0.1
 """A metric that fewer of the queries have evaluates no rule."""
@@ -75,11 +76,11 @@ Sign = Literal["≥", "≤"]
 
 @dataclass(frozen=True)
 class LabelRule:
-    """`label` holds when the figure `key` is at least (or at most) `threshold`.
+    """A label that holds if the metric `key` is at least (or at most) `threshold`.
 
-    `given` is a second condition on another figure: its key, sign and threshold. Several rules may
-    give one label: the first that holds gives its score. A key that ends in `_random` is a figure
-    on random tokens that come twice. `encoders` says that the figure is of encoders alone.
+    `given` is a second condition on another metric: its key, sign and threshold. Several rules may
+    give one label: the first that holds gives its score. A key that ends in `_random` is a metric
+    on repeated random tokens. `encoders` marks metrics that only encoders have.
     """
 
     label: str
@@ -94,11 +95,11 @@ class LabelRule:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The figures that the rule needs."""
+        """Return the keys of the metrics that the rule needs."""
         return (self.key,) if self.given is None else (self.key, self.given[0])
 
     def holds(self, figures: Mapping[str, Any]) -> bool:
-        """Whether the rule names a head with these figures. A missing figure names nothing."""
+        """Return True if the rule holds for these metrics, none of which may be missing."""
         conditions = [(self.key, self.sign, self.threshold), *([self.given] if self.given else [])]
         return all(_meets(figures, *condition) for condition in conditions)
 
@@ -223,7 +224,7 @@ RULES: tuple[LabelRule, ...] = (
 
 @dataclass(frozen=True)
 class Label:
-    """A label that a head has: the figure `key` that gave it, its score and its rule's threshold.
+    """A label of a head: the metric `key` that gave it, its score and the threshold of its rule.
 
     `coverage` is the share of queries that had what `key` measures.
     """
@@ -254,7 +255,7 @@ class HeadName:
 
     @property
     def label(self) -> str:
-        """The first label; of a head without one `not evaluated` or, if nothing is missing,
+        """Return the first label; without one `not evaluated` or, if nothing is missing,
         `unlabeled`."""
         if self.labels:
             return self.labels[0].label
@@ -268,7 +269,7 @@ class HeadName:
 
 
 def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
-    """Every label of a head with these figures, by `RULES` and in their order.
+    """Return every label of a head with these metrics, in the order of `RULES`.
 
     Args:
         figures: a row of a table: figures, and `<name>_coverage` for those that a query can lack.
@@ -297,7 +298,7 @@ def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
 
 
 def derived(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of rules that are made of others.
+    """Compute the metrics of rules that follow from others.
 
     `near` is the weight on keys at most three tokens away, the query's own included: the sum of the
     weights at these distances, each times its coverage. `entropy_gap` is how far entropy lies below
@@ -332,7 +333,7 @@ def unevaluated_labels(figures: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
-    """Name every head by what it was seen to do: one entry per (layer, head), as in `seen.table()`.
+    """Label every head by its statistics: one entry per (layer, head), as in `seen.table()`.
 
     Rules whose metrics were not observed are left out, and their labels are in `missing`: a head
     without a label is then called `not evaluated`. Induction and duplicate tokens are evaluated on
@@ -376,7 +377,7 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
 
 
 def _at_random(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's figures under their names on random tokens, `first_random`, …"""
+    """Return the row's metrics under their names on random tokens, `first_random`, …"""
     figures = {}
     for key, value in row.items():
         name, coverage = key.removesuffix("_coverage"), key.endswith("_coverage")
@@ -389,7 +390,7 @@ def naming_statistics(
     delimiters: Bool[Tensor, "*B S"] | None = None,
     separators: Bool[Tensor, "*B S"] | None = None,
 ) -> tuple[Statistic, ...]:
-    """What `watch()` must take for all rules of self-attention to be judged.
+    """Return the statistics that `watch()` must record to evaluate all rules of self-attention.
 
     Args:
         tokens: ids `[B, S]` or `[S]`, one per key; without, induction and duplicate tokens are left
@@ -422,7 +423,7 @@ def naming_statistics(
 
 
 def is_delimiter(text: str) -> bool:
-    """Whether a token, as text, is punctuation or line breaks and nothing else.
+    """Return True if a token's text is only punctuation or line breaks.
 
     Punctuation is what Unicode calls so (general category P). Separators that a tokenizer adds,
     such as `[SEP]`, are known to it, not to this function.

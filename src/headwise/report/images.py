@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sample import LookError, Part, Sample, Subject, told_if_it_fails
+from .sample import LookError, Part, Sample, Subject, as_look_error
 from .schema import Stream
 
 PICTURE_SIDE = 384  # pixels of the picture that is kept
@@ -45,7 +45,7 @@ class Images(Subject):
         pixels = self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"]
         weights = next(self.model.parameters())
         inputs = {"pixel_values": pixels.to(weights.device, weights.dtype)}
-        with told_if_it_fails(self.model):
+        with as_look_error(self.model):
             given = self.model(**inputs, output_hidden_states=True)
         rows, columns = self._grid(pixels)
         hidden = getattr(given, "hidden_states", None)
@@ -86,7 +86,7 @@ class Images(Subject):
         return pixels.shape[-2] // rows, pixels.shape[-1] // columns
 
     def _picture(self, pixels: Tensor) -> bytes:
-        """What the model sees of the image, as a PNG."""
+        """Return the image as the model receives it, as a PNG."""
         from PIL import Image
 
         shown = pixels[0].float()
@@ -105,7 +105,7 @@ class Images(Subject):
 
 
 def open_image(path: str | Path) -> Any:
-    """An image file.
+    """Read an image file.
 
     Raises:
         LookError: it is missing, or no image; Pillow is missing.

@@ -1,4 +1,4 @@
-"""`look()`: a model and a text in, what every head does out."""
+"""`look()`: what every head of a model does on a text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from ..capture.importance import ablation_scan
 from ..capture.importance import importance as importance_of
 from ..capture.modules import evaluating
 from ..core.numbers import as_int, format_value
-from .budget import budget, short_period
+from .codec import budget, short_period
 from .collect import (
-    Drawing,
-    Found,
+    ONE_RANK,
+    Collected,
     Place,
+    Ranks,
+    Resolution,
     behind_only,
     bins_of,
-    gather,
-    gather_on_repeats,
-    gather_short_repeat,
+    collect,
+    collect_on_repeats,
+    collect_short_repeat,
     survey,
 )
+from .compare import FORMULA, similarity
 from .folders import name_of
 from .head_labels import RULES
 from .page.parts import version
@@ -38,8 +41,6 @@ from .rows import columns_of, rows_of
 from .sample import RANDOM_ROWS, LookError, Sample, Subject, TokenSubject
 from .samples import Samples
 from .schema import Look, Stream
-from .shared import ALONE, Shared
-from .similar import FORMULA, similarity
 from .subjects import subject_of
 
 Report = Callable[[str, float], None]
@@ -120,22 +121,22 @@ def look(
         if value is not None and as_int(value) is None:
             raise LookError(f"look(…, {name}={format_value(value)}): give a whole number")
     subject = subject_of(model, tokenizer, context=context, seed=seed, target=target)
-    shared = Shared.over_ranks() if over_ranks else ALONE
+    shared = Ranks.over_ranks() if over_ranks else ONE_RANK
     samples = Samples(subject, text, text_name, shared.rank, shared.size)
-    told = report or (lambda doing, share: None)
+    report_progress = report or (lambda doing, share: None)
     model_name = _name_of(model) if model_name is None else model_name
     lacking = None
     if importance or ablation:
-        _must_come_again(samples)
+        _require_reiterable(samples)
         if loss is None and not subject.loss_of:
-            importance, ablation, lacking = False, False, _without_loss(subject)
-    mean_loss = subject.mean_loss if loss is None else _given(loss)
+            importance, ablation, lacking = False, False, _no_loss_notice(subject)
+    mean_loss = subject.mean_loss if loss is None else _user_loss(loss)
     with evaluating(model), torch.no_grad():
-        found, first, facts = _gathered(subject, samples, seed, told, shared)
+        found, first, facts = _collect_all(subject, samples, seed, report_progress, shared)
         repeats = _on_a_short_repeat(subject, seed, found)
         effects, own = [], samples.read > 0  # a rank may have no text
         if importance:
-            told("importance", 0.0)
+            report_progress("importance", 0.0)
             slopes = importance_of(model, mean_loss, samples) if own else None
             effects.append(shared.merged(slopes).table())
         if ablation:
@@ -145,7 +146,7 @@ def look(
                     model,
                     mean_loss,
                     samples,
-                    report=lambda share: told("ablation", share),
+                    report=lambda share: report_progress("ablation", share),
                 )
             effects.append(shared.merged(scan).table())
     streams = [part.stream for part in first.parts]
@@ -173,20 +174,22 @@ def look(
     )
 
 
-def _gathered(
-    subject: Subject, samples: Samples, seed: int, told: Report, shared: Shared
-) -> tuple[Found, Sample, dict[str, Any]]:
-    """Run the model on every text, and on random repeats; the first text; what there is to say."""
+def _collect_all(
+    subject: Subject, samples: Samples, seed: int, report_progress: Report, shared: Ranks
+) -> tuple[Collected, Sample, dict[str, Any]]:
+    """Run the model on all texts and on repeated random tokens; return data, first text, facts."""
     first, repeats = samples.first, subject.repeats(seed)
     places = survey(subject.model, lambda: subject.logits(first))
-    drawing = drawing_of(places)
+    resolution = resolution_of(places)
     own = None if samples.number is None else len(samples)
     # random repeats are run twice: many rows for the figures, a short one to be shown
-    found = Found(_steps(told, len(places), own, 2 * (repeats is not None)))
+    found = Collected(_steps(report_progress, len(places), own, 2 * (repeats is not None)))
     total, number = 0.0, 0
     for sample in samples:
-        drawn = drawing if sample is first else None
-        losses = _run(subject, sample, partial(gather, subject.model, sample, found, drawing=drawn))
+        drawn = resolution if sample is first else None
+        losses = _run(
+            subject, sample, partial(collect, subject.model, sample, found, resolution=drawn)
+        )
         if losses is None and subject.loss_of:  # of another forward, with tokens hidden
             losses = subject.losses(sample)
         if losses is not None:
@@ -194,21 +197,21 @@ def _gathered(
     total, number, read, short = shared.sums(total, number, samples.read, samples.short)
     shared.merge(found)
     facts = {
-        **_facts_of(subject, first, (int(read), int(short)), _unseen(found.seen.left_out)),
+        **_facts_of(subject, first, (int(read), int(short)), _skipped_modules(found.seen.left_out)),
         "layers": len(places),
         "heads": sum(place.heads for place in places),
-        "map_side": drawing.map_side,
-        "top_keys": drawing.top_keys,
+        "map_side": resolution.map_side,
+        "top_keys": resolution.top_keys,
         "loss_text": total / number if number else None,
     }
     return found, first, facts | _on_repeats(subject, repeats, found)
 
 
-def _on_repeats(subject: Subject, repeats: Sample | None, found: Found) -> dict[str, Any]:
-    """Run the model on random tokens that come twice; its losses on either copy."""
+def _on_repeats(subject: Subject, repeats: Sample | None, found: Collected) -> dict[str, Any]:
+    """Run the model on repeated random tokens; return its losses on either copy."""
     if repeats is None:
         return {}
-    losses = _run(subject, repeats, partial(gather_on_repeats, subject.model, repeats, found))
+    losses = _run(subject, repeats, partial(collect_on_repeats, subject.model, repeats, found))
     facts = {"random_rows": RANDOM_ROWS, "random_period": repeats.period}
     copies: list[float | None] = [None, None]
     if losses is not None and repeats.period > 1:
@@ -218,20 +221,20 @@ def _on_repeats(subject: Subject, repeats: Sample | None, found: Found) -> dict[
     return {**facts, "loss_first_copy": copies[0], "loss_second_copy": copies[1]}
 
 
-def _on_a_short_repeat(subject: Subject, seed: int, found: Found) -> list[Stream]:
-    """Run the model on one short piece that comes twice, whose maps are kept; its tokens."""
+def _on_a_short_repeat(subject: Subject, seed: int, found: Collected) -> list[Stream]:
+    """Run the model on one short repeated piece whose maps are kept; return its tokens."""
     heads = sum(layer.heads for layer in found.layers)
     repeat = subject.repeats(seed, 1, short_period(heads), legible=True)
     if repeat is None:
         return []
-    _run(subject, repeat, partial(gather_short_repeat, subject.model, repeat, found))
+    _run(subject, repeat, partial(collect_short_repeat, subject.model, repeat, found))
     return [part.stream for part in repeat.parts]
 
 
 def _run(
     subject: Subject, sample: Sample, gathered: Callable[[Callable[[], None]], None]
 ) -> Tensor | None:
-    """Let a forward be gathered; the losses that it gives on the way."""
+    """Run a forward while its calls are collected; return its losses."""
     given: list[Tensor | None] = []
 
     def forward() -> None:
@@ -242,39 +245,41 @@ def _run(
     return given[0]
 
 
-def drawing_of(places: Sequence[Place]) -> Drawing:
-    """How finely these calls are drawn."""
+def resolution_of(places: Sequence[Place]) -> Resolution:
+    """Return the resolution at which these calls are drawn."""
     tokens = max(max(place.queries, place.keys) for place in places)
     most = budget(sum(place.heads for place in places), tokens)
-    return Drawing(most.map_side, most.top_keys, bins_of(tokens))
+    return Resolution(most.map_side, most.top_keys, bins_of(tokens))
 
 
-def _steps(told: Report, calls: int, texts: int | None, repeats: int) -> Callable[[], None]:
-    """What is to be called after each attention call."""
+def _steps(
+    report_progress: Report, calls: int, texts: int | None, repeats: int
+) -> Callable[[], None]:
+    """Return a callback that reports progress after each attention call."""
     done = count(1)
 
     def passed() -> None:
         if texts is not None:
-            told("looking", min(1.0, next(done) / (calls * (texts + repeats))))
+            report_progress("looking", min(1.0, next(done) / (calls * (texts + repeats))))
 
     return passed
 
 
 def _name_of(model: nn.Module) -> str:
-    """What a model is called: as `transformers` loaded it, or by its class."""
+    """Return the name under which `transformers` loaded a model, or its class."""
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
     if not name:
         return type(model).__name__
     return name_of(name) if Path(name).is_dir() else name
 
 
-def _given(loss: Loss) -> Callable[[nn.Module, Sample], Tensor]:
-    """A user's loss, as `importance()` and `ablation_scan()` want it."""
+def _user_loss(loss: Loss) -> Callable[[nn.Module, Sample], Tensor]:
+    """Adapt a user's loss to `importance()` and `ablation_scan()`."""
     return lambda model, sample: loss(model, sample.inputs)
 
 
-def _without_loss(subject: Subject) -> str:
-    """That there is no importance and no ablation, and how to get them."""
+def _no_loss_notice(subject: Subject) -> str:
+    """Return the notice that importance and ablation are missing, and how to get them."""
     kind = type(subject.model).__name__
     head = re.sub(r"Model$", "", kind)
     return (
@@ -284,8 +289,8 @@ def _without_loss(subject: Subject) -> str:
     )
 
 
-def _must_come_again(samples: Samples) -> None:
-    """Raise LookError for texts that cannot be gone through twice."""
+def _require_reiterable(samples: Samples) -> None:
+    """Raise LookError for texts that cannot be iterated twice."""
     if not samples.again:
         raise LookError(
             f"importance and ablation go through {samples.name} again, and an iterator can be gone "
@@ -296,7 +301,7 @@ def _must_come_again(samples: Samples) -> None:
 def _facts_of(
     subject: Subject, first: Sample, texts: tuple[int, int], unseen: Sequence[str]
 ) -> dict[str, Any]:
-    """What there is to say of the model and of what it read: so many texts, and short ones."""
+    """Return the facts about the model and the texts: the numbers read and skipped as too short."""
     model, (read, short) = subject.model, texts
     weights = next(model.parameters())
     return {
@@ -310,7 +315,15 @@ def _facts_of(
         "tokens": first.total,
         "tokens_shown": len(first.parts[0]),
         "notice": " ".join(
-            filter(None, (_cut(first, subject), _misfit(subject), _few(first), *unseen))
+            filter(
+                None,
+                (
+                    _truncated(first, subject),
+                    _vocabulary_mismatch(subject),
+                    _repetitive(first),
+                    *unseen,
+                ),
+            )
         )
         or None,
         "loss": subject.loss_of,
@@ -319,8 +332,8 @@ def _facts_of(
     }
 
 
-def _cut(first: Sample, subject: Subject) -> str | None:
-    """What part of a long text is shown, in words; None if all of it is."""
+def _truncated(first: Sample, subject: Subject) -> str | None:
+    """Return the notice that a text is truncated, or None."""
     shown = len(first.parts[0])
     if first.total <= shown:
         return None
@@ -332,8 +345,8 @@ def _cut(first: Sample, subject: Subject) -> str | None:
     return f"Only the first {shown:,} of the text's {first.total:,} tokens are shown: {why}."
 
 
-def _misfit(subject: Subject) -> str | None:
-    """That a tokenizer has more tokens than the model reads, in words; None if it has not."""
+def _vocabulary_mismatch(subject: Subject) -> str | None:
+    """Return the notice that a tokenizer has more tokens than the model, or None."""
     if not isinstance(subject, TokenSubject):
         return None
     size = subject.words.size
@@ -345,8 +358,8 @@ def _misfit(subject: Subject) -> str | None:
     )
 
 
-def _unseen(left_out: dict[str, str]) -> list[str]:
-    """Which modules' attention is not shown, and why: a sentence for those of one kind."""
+def _skipped_modules(left_out: dict[str, str]) -> list[str]:
+    """Return a sentence for each kind of modules whose attention is not shown."""
     kinds: dict[str, list[str]] = {}
     for name in left_out:
         kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
@@ -356,8 +369,8 @@ def _unseen(left_out: dict[str, str]) -> list[str]:
     ]
 
 
-def _few(first: Sample) -> str | None:
-    """That a text is of few different tokens, in words; None if it is not.
+def _repetitive(first: Sample) -> str | None:
+    """Return the notice that a text has few different tokens, or None.
 
     The share of pairs of places with equal tokens is what uniform attention puts on them.
     """

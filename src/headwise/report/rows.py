@@ -1,4 +1,4 @@
-"""A head's row: its figures, its labels, and what their columns mean."""
+"""The row of a head: its metrics and its labels."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .collect import Found
-from .columns import COLUMNS
+from .catalog import COLUMNS
+from .collect import Collected
 from .head_labels import derived, label_head
 from .schema import Stream
 
 AHEAD = ("next", "ahead_2", "ahead_3")
-"""Figures of keys ahead, which causal attention does not have."""
+"""Metrics of keys ahead, which causal attention does not have."""
 
 
 def rows_of(
-    found: Found,
+    found: Collected,
     streams: Sequence[Stream],
     effects: Sequence[Sequence[Mapping[str, Any]]],
     *,
     errors: bool,
 ) -> list[dict[str, Any]]:
-    """One row a head, in order of layer and head; with standard errors over texts.
+    """Return one row per head, in order of layer and head.
 
     Where queries see ahead and the tokenizer put the first key there, the weight on it is also that
     on the class token, `cls`.
@@ -64,14 +64,14 @@ def rows_of(
     return rows
 
 
-def _random(found: Found) -> list[dict[str, Any]]:
+def _random(found: Collected) -> list[dict[str, Any]]:
     return found.repeats.table() if found.repeats.modules else []
 
 
 def _figures(
     row: Mapping[str, Any], ending: str, unknown: Sequence[str]
 ) -> Iterator[tuple[str, float | None]]:
-    """The row's figures that are shown, `ending` put after the name; None without any target."""
+    """Yield the row's metrics with `ending` after their names; None without any target."""
     for column in COLUMNS:
         key = column.key.removesuffix(ending) if ending else column.key
         coverage = row.get(f"{key}_coverage")
@@ -86,7 +86,7 @@ def _figures(
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The columns that any head has a figure in."""
+    """Return the columns that have a value for any head."""
     return [
         asdict(column) for column in COLUMNS if any(row.get(column.key) is not None for row in rows)
     ]

@@ -1,4 +1,4 @@
-"""What a model reads at a time, and how a model is read: what a look needs to know of either."""
+"""The input of a forward, and how a model is called with it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from .._text import one_line
 from ..models.corpus import TextError, repeated_tokens
 from .head_labels import is_delimiter
-from .other_tokenizers import TokenStrings, Words, ids_of
 from .schema import Stream
-from .text import Encoded, LookError
+from .tokens import AnyTokenizer, Encoded, LookError, TokenStrings, ids_of
 
 DEFAULT_CONTEXT = 2048  # tokens of a text that are looked at, unless more are asked for
 RANDOM_ROWS = 8
@@ -61,7 +60,7 @@ class Sample:
     period: int = 0
 
     def place(self, module: str, queries: int, keys: int) -> tuple[str, int, int]:
-        """Which streams a call's queries and keys come from: `self` or `cross`, and two numbers.
+        """Return the streams of a call's queries and keys: `self` or `cross`, and two indices.
 
         Of an encoder and a decoder, modules inside the encoder read the first stream. In the
         decoder lengths tell; of streams of equal length, the module's name. A length that is no
@@ -87,8 +86,8 @@ class Sample:
 
 
 @contextmanager
-def told_if_it_fails(model: nn.Module) -> Iterator[None]:
-    """What a model raises on inputs that are not for it, as a `LookError`."""
+def as_look_error(model: nn.Module) -> Iterator[None]:
+    """Raise what a model raises on unsuitable inputs as a `LookError`."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
@@ -104,14 +103,14 @@ def told_if_it_fails(model: nn.Module) -> Iterator[None]:
 
 
 def _end(module: str) -> str:
-    """The last two parts of a qualified name."""
+    """Return the last two parts of a qualified name."""
     return ".".join(module.split(".")[-2:])
 
 
 class Subject(ABC):
-    """A model to be looked at: how it is called, and what it reads.
+    """A model to look at: how it is called, and what it reads.
 
-    kind: what it is, in words. loss_of: what its loss is, in words; empty without one.
+    kind: a description of the model. loss_of: a description of its loss; empty without one.
     longest: the most tokens that it reads, where there is such a bound.
     """
 
@@ -124,7 +123,7 @@ class Subject(ABC):
 
     @property
     def limit(self) -> int:
-        """How many tokens of a text are looked at.
+        """Return the number of tokens of a text that are read.
 
         Raises:
             LookError: a context that the model does not have.
@@ -144,7 +143,7 @@ class Subject(ABC):
 
     @abstractmethod
     def sample(self, text: Any, name: str) -> Sample:
-        """What the model reads of a text, or of an image.
+        """Prepare a text or an image for the model.
 
         Raises:
             TextError: fewer than two tokens.
@@ -158,8 +157,7 @@ class Subject(ABC):
         *,
         legible: bool = False,
     ) -> Sample | None:
-        """Rows of random tokens that come twice, at most `period` of them; `None` for what reads no
-        tokens.
+        """Return rows of repeated random tokens, at most `period` of them; `None` without tokens.
 
         legible: no token comes twice in a period, and all are letters where there are so many.
         """
@@ -167,19 +165,19 @@ class Subject(ABC):
 
     @abstractmethod
     def logits(self, sample: Sample) -> Tensor | None:
-        """Run the model; what it foretells, where it foretells anything."""
+        """Run the model; return its logits, if it has any."""
 
     def losses(self, sample: Sample) -> Tensor | None:
-        """Run the model; its loss on each label in nats, `[B, labels]`, if it has one."""
+        """Run the model; return its loss on each label in nats, `[B, labels]`, if it has one."""
         logits = self.logits(sample)
         return None if logits is None else self.losses_of(sample, logits)
 
     def losses_of(self, sample: Sample, logits: Tensor) -> Tensor | None:
-        """The losses that these logits mean."""
+        """Compute the losses of these logits."""
         return None
 
     def mean_loss(self, model: nn.Module, sample: Sample) -> Tensor:
-        """The loss of each row `[B]`, as `importance()` and `ablation_scan()` want it."""
+        """Return the loss of each row `[B]`, for `importance()` and `ablation_scan()`."""
         losses = self.losses(sample)
         assert losses is not None  # nobody asks a model for a loss that it does not have
         return losses.mean(1)
@@ -188,12 +186,12 @@ class Subject(ABC):
 class TokenSubject(Subject):
     """A model that reads tokens."""
 
-    words: Words
+    words: AnyTokenizer
     vocab: int
     ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def encoded(self, text: Any, name: str) -> Encoded:
-        """The text as ids that the model knows: two at least, and one that is not added.
+        """Encode the text as ids of the model: at least two, one of them not a special token.
 
         Raises:
             LookError: no text, or one of another model's tokens.
@@ -227,7 +225,7 @@ class TokenSubject(Subject):
         return encoded
 
     def _encoded_ids(self, ids: list[int]) -> Encoded:
-        """Ids that were given in place of a text; none of them is added."""
+        """Wrap ids that were given in place of a text."""
         kept = ids[: self.limit]
         special, size = self.words.special, self.words.size
         if size is not None and size <= max(kept, default=0) < self.vocab:
@@ -245,8 +243,8 @@ class TokenSubject(Subject):
         special: tuple[int, ...],
         pieces: list[str] | None = None,
     ) -> Part:
-        """A stream of tokens. Delimiters are told by their text; what the tokenizer added is a
-        separator, but for the first token."""
+        """Return a stream of tokens. Delimiters are found by their text; special tokens other than
+        the first are separators."""
         tokens = self.words.texts(ids)
         delimiters = [
             is_delimiter(text) and place not in special for place, text in enumerate(tokens)
@@ -271,17 +269,17 @@ class TokenSubject(Subject):
 
     @abstractmethod
     def sample_of_repeats(self, ids: Tensor, before: int, period: int) -> Sample:
-        """What the model reads of rows that `twice()` gave."""
+        """Prepare rows of `twice()` for the model."""
 
     def random_part(self, name: str, ids: Tensor) -> Part:
-        """A stream of rows of random tokens `[B, S]`, with the texts of the first row."""
+        """Return a stream of rows of random tokens `[B, S]`, with the texts of the first row."""
         row = ids[0].tolist()
         special = tuple(place for place, one in enumerate(row) if one in self.words.special)
         return Part(Stream(name, self.words.texts(row), special), ids)
 
     def twice(self, seed: int, rows: int, period: int, legible: bool) -> tuple[Tensor, int, int]:
-        """Rows of random tokens that come twice, between the tokens that the tokenizer puts before
-        and after a text; how many it puts before, and the period.
+        """Return rows of repeated random tokens between the tokenizer's own first and last tokens;
+        the number of its first tokens, and the period.
 
         Tokens that stand for no text are not drawn.
         """
@@ -312,8 +310,8 @@ class TokenSubject(Subject):
         return torch.cat(parts, 1).to(self.device), len(before), period
 
     def _legible(self, ids: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        """Some of these tokens: of letters alone, no two of which look alike; all of them where
-        there are not `number` such."""
+        """Return those of these tokens that are distinct words of letters; all of them if there are
+        fewer than `number`."""
         some = ids[torch.randperm(len(ids), generator=generator)[:CANDIDATES]]
         texts = [text.strip() for text in self.words.texts(some.tolist())]
         letters = {text: place for place, text in enumerate(texts) if text.isalpha()}
@@ -324,8 +322,8 @@ class TokenSubject(Subject):
         return ids
 
 
-def ends_of(words: Words) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that a tokenizer puts before and after a text."""
+def ends_of(words: AnyTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that a tokenizer puts before and after a text."""
     if isinstance(words, TokenStrings):
         return (), ()
     encoded = words.encode("a a")
@@ -337,7 +335,7 @@ def ends_of(words: Words) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def cross_entropy(
     logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """The loss on each label, in nats and float64; a stretch of tokens at a time."""
+    """Return the loss on each label, in nats and float64; a chunk of tokens at a time."""
     parts = zip(logits.split(STRETCH, 1), labels.split(STRETCH, 1), strict=True)
     return torch.cat(
         [F.cross_entropy(some.mT.double(), of, reduction="none") for some, of in parts], 1

@@ -1,20 +1,21 @@
-"""One text or many, made into what a model reads, one at a time."""
+"""Texts, one or many, read one at a time and made into what a model reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from ..models.corpus import TextError
-from .other_tokenizers import ids_of
 from .sample import Sample, Subject
+from .tokens import ids_of
 
 
 class Samples:
-    """What a model reads of a text, or of each of many. Of many, those that are too short to be
-    looked at are passed over.
+    """The samples of a text, or of many; of many, those that are too short are skipped.
 
     Several ranks share them: the first that can be read is of rank 0, and each after it is of the
     next rank.
@@ -38,7 +39,7 @@ class Samples:
 
     @property
     def first(self) -> Sample:
-        """The first that can be read, of whichever rank.
+        """Return the first sample that can be read, of whichever rank.
 
         Raises:
             TextError: no text of at least two tokens.
@@ -47,7 +48,7 @@ class Samples:
 
     @cached_property
     def _found(self) -> tuple[int, Sample]:
-        """The number of the first text that can be read, and its sample."""
+        """Return the index of the first text that can be read, and its sample."""
         texts, before = iter(self._texts), []
         for number, text in enumerate(texts):
             before.append(text)
@@ -67,12 +68,12 @@ class Samples:
             return None
 
     def _own(self, number: int) -> bool:
-        """Whether a text is this rank's."""
+        """Return True if a text is this rank's."""
         after = number - self._found[0]
         return after % self._ranks == self._rank if after >= 0 else self._rank == 0
 
     def __len__(self) -> int:
-        """How many there are for this rank, those that are too short included."""
+        """Return the number of texts for this rank, too short ones included."""
         return self.read if self.number is None else sum(map(self._own, range(self.number)))
 
     def __iter__(self) -> Iterator[Sample]:
@@ -88,3 +89,53 @@ class Samples:
             else:
                 self.read += 1
                 yield sample
+
+
+class Texts:
+    """The texts of a file, one a line, blank lines left out; or of a folder's `.txt` files, by
+    name, each of them one text.
+
+    Raises:
+        TextError: no such file or folder, no text in it, or one that is not UTF-8.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files = sorted(self.path.glob("*.txt")) if self.path.is_dir() else None
+        self._number = sum(1 for _ in self._lines()) if self._files is None else len(self._files)
+        if not self._number:
+            there = "no .txt file in this folder" if self._files == [] else "the text is empty"
+            raise TextError(f"{self.path}: {there}")
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[str]:
+        return self._lines() if self._files is None else map(_whole, self._files)
+
+    def _lines(self) -> Iterator[str]:
+        with _as_text_error(self.path), self.path.open(encoding="utf-8-sig") as file:
+            for line in file:
+                if line.strip():
+                    yield line.rstrip("\n")
+
+
+def _whole(path: Path) -> str:
+    with _as_text_error(path):
+        return path.read_text(encoding="utf-8-sig")
+
+
+@contextmanager
+def _as_text_error(path: Path) -> Iterator[None]:
+    """Raise errors of reading as a `TextError`."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise TextError(f"{path}: no such file or folder") from None
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{path}: not UTF-8 ({error.reason}); convert it first, for example with "
+            f"iconv -f latin1 -t utf8"
+        ) from None
+    except OSError as error:
+        raise TextError(f"{path}: cannot be read ({error.strerror})") from None

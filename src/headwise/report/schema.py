@@ -1,43 +1,36 @@
-"""What `look()` gives: every head of a model on a text, as data that the page and tables draw."""
+"""The result of `look()`: data on every head, which the page and tables draw."""
 
 from __future__ import annotations
 
 import base64
+import html
 import json
-import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from .._io import write_whole
-from .._text import Brief, escaped
-from .budget import budget
-from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
-from .notebook import InNotebooks
+from .._tables import frame_of, heads_figure
+from .._text import Brief
+from .codec import BYTE, TWO_BYTES, budget, finite, pack, pack_whole, pooled, ungzip_b64, unpack
+from .page.report import render_page, titles
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 FORMAT = "headwise look 1"
+FRAME_HEIGHT = 860  # pixels of the page in a notebook
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What reading a document that is none raises."""
+"""The errors that reading a damaged document raises."""
 
 FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
 FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
-
-
-APART = {
-    "dtype": "{}",
-    "device": "on {}",
-    "attention": "{} attention",
-    "seed": "seed {}",
-    "tokens_shown": "{} tokens",
-    "texts": "{} texts",
-}
-"""What tells two looks apart whose model and text are called the same, in words."""
 
 
 FACTS = {
@@ -45,7 +38,7 @@ FACTS = {
     **dict.fromkeys(("parameters", "context", "tokens", "texts"), int | None),
     "versions": dict,
 }
-"""The kinds of facts in the provenance that pages count on."""
+"""The types of facts in the provenance that pages rely on."""
 
 
 class LookFileError(ValueError):
@@ -117,25 +110,25 @@ class Layer(Brief):
 
     @property
     def heads(self) -> int:
-        """How many heads the module has."""
+        """Return the number of heads."""
         return self.maps.shape[0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Look(InNotebooks):
-    """What every head of a model does on one text or many.
+class Look:
+    """The metrics and maps of every head of a model on one text or many.
 
     rows: one dict a head, in order of layer and head: `layer` (number in `layers`), `head`,
         `module` (its qualified name), `labels` (a list of dicts `label`, `key`, `score`,
         `threshold`, `coverage`; empty for an unlabeled head), then a number for each of `columns`,
         with `<name>_coverage` (share of queries that had a target) and `<name>_se` (standard error
-        over texts) where there is one. A figure that a head lacks is None.
+        over texts) where there is one. A metric that a head lacks is None.
     layers: each attention module on the first text.
     streams: what was read; `Layer.queries` and `Layer.keys` count in it.
     offsets: the first distance of each bin of `Layer.offsets`; bins end where the next begins.
     similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None where unknown.
     repeats: the short piece of random tokens of `Layer.repeat`, for each of `streams` that has one.
-    columns, rules: how each figure and label is defined (dicts of `figures.Column` and
+    columns, rules: how each metric and label is defined (dicts of `catalog.Column` and
         `LabelRule`), so that the data can be read without this version of headwise.
     provenance: how it was made; plain strings, numbers, lists and dicts of them.
     """
@@ -151,23 +144,72 @@ class Look(InNotebooks):
     repeats: list[Stream] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        name = titles([self])[0]
+        name = titles([self.provenance])[0]
         heads, layers = len(self.rows), len(self.layers)
         return (
             f"<Look: {name}, {heads} head{'s' * (heads != 1)} in {layers} "
             f"layer{'s' * (layers != 1)}; a notebook shows it; .save(path), .to_pandas()>"
         )
 
+    def to_pandas(self) -> DataFrame:
+        """Return `rows` as a pandas `DataFrame`, a row per head; `labels` are their names.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+
+        def table() -> list[dict[str, Any]]:
+            names = [", ".join(one["label"] for one in row["labels"]) for row in self.rows]
+            return [{**row, "labels": name} for row, name in zip(self.rows, names, strict=True)]
+
+        return frame_of("look", table)
+
+    def plot(self, metric: str | None = None) -> Figure:
+        """Draw one metric of every head as a Plotly figure: layers down, heads across.
+
+        Args:
+            metric: a key of `columns`; by default the first.
+
+        Raises:
+            ImportError: plotly is not installed.
+            ValueError: no such metric.
+        """
+        keys = [column["key"] for column in self.columns]
+        rows = [{key: row.get(key) for key in ("layer", "head", *keys)} for row in self.rows]
+        return heads_figure(rows, metric, {one["key"]: one["title"] for one in self.columns})
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own."""
+        return (
+            f'<iframe srcdoc="{html.escape(render_page(self))}" title="headwise look" width="100%" '
+            f'height="{FRAME_HEIGHT}" style="border:0" allow="clipboard-write"></iframe>'
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return what `to_json` writes, as a dict."""
+        return {
+            "format": FORMAT,
+            "provenance": finite(self.provenance),
+            "columns": self.columns,
+            "rules": self.rules,
+            "rows": finite(self.rows),
+            "offsets": self.offsets,
+            "streams": [_stream(stream) for stream in self.streams],
+            "layers": [_layer(self, layer) for layer in self.layers],
+            "similarity": _similarity(self.similarity),
+            "repeats": [_stream(stream) for stream in self.repeats],
+        }
+
     def to_json(self) -> str:
-        """All of it as one JSON document; what is no finite number is `null`.
+        """Return all of it as one JSON document; numbers that are not finite are `null`.
 
         Rows are exact. Arrays are grids (see `headwise.report.codec`), as coarse as `Layer` says.
         """
-        return json.dumps(document(self), ensure_ascii=False, allow_nan=False)
+        return json.dumps(self.document(), ensure_ascii=False, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> Look:
-        """The look of a document that `to_json` made.
+        """Return the look of a document that `to_json` wrote.
 
         Raises:
             LookFileError: text that is no such document.
@@ -186,7 +228,7 @@ class Look(InNotebooks):
 
 
 def load(path: str | os.PathLike[str]) -> Look:
-    """The look in a file that `Look.save` wrote, or in a page of `headwise look`.
+    """Read the look in a file that `Look.save` wrote, or in a page of `headwise look`.
 
     Raises:
         LookFileError: a file that holds no look, a page that compares two, or no file.
@@ -194,7 +236,7 @@ def load(path: str | os.PathLike[str]) -> Look:
     try:
         text = Path(path).read_bytes().decode("utf-8")
         if found := re.search(r'<script type="text/plain" id="results">([^<]*)</script>', text):
-            text = _only_one(json.loads(stretch(found[1])))
+            text = _only_one(json.loads(ungzip_b64(found[1])))
         return Look.from_json(text)
     except OSError as error:
         raise LookFileError(f"{path}: cannot be read ({error.strerror})") from error
@@ -202,28 +244,6 @@ def load(path: str | os.PathLike[str]) -> Look:
         raise LookFileError(
             f"{path}: {_said(error)}; give a file of `headwise look --save` or one of its pages"
         ) from error
-
-
-def titles(looks: Sequence[Look]) -> list[str]:
-    """What each look is called: its title, or its model and text; and where these are the same,
-    what differs.
-
-    >>> same = {"model": "gpt2", "text": "notes", "seed": 0}
-    >>> titles([Look([], [], [], same | {"dtype": name}) for name in ("float32", "float16")])
-    ['gpt2 on notes, float32', 'gpt2 on notes, float16']
-    """
-    facts = [look.provenance for look in looks]
-    names = [
-        escaped(one.get("title") or f"{one.get('model', 'model')} on {one.get('text', 'text')}")
-        for one in facts
-    ]
-    if len({*names}) == len(names):
-        return names
-    apart = [key for key in APART if len({one.get(key) for one in facts}) > 1]
-    return [
-        ", ".join([name, *(APART[key].format(one[key]) for key in apart if key in one)])
-        for name, one in zip(names, facts, strict=True)
-    ]
 
 
 def _only_one(looks: list[dict[str, Any]]) -> str:
@@ -240,35 +260,6 @@ def _said(error: Exception) -> str:
 
 
 # --- as a document ---------------------------------------------------------------------------
-
-
-def finite(value: Any) -> Any:
-    """The same data with None for numbers that are not finite.
-
-    >>> finite({"a": [1.5, math.inf]})
-    {'a': [1.5, None]}
-    """
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def document(look: Look) -> dict[str, Any]:
-    """What `to_json` writes, as a dict."""
-    return {
-        "format": FORMAT,
-        "provenance": finite(look.provenance),
-        "columns": look.columns,
-        "rules": look.rules,
-        "rows": finite(look.rows),
-        "offsets": look.offsets,
-        "streams": [_stream(stream) for stream in look.streams],
-        "layers": [_layer(look, layer) for layer in look.layers],
-        "similarity": _similarity(look.similarity),
-        "repeats": [_stream(stream) for stream in look.repeats],
-    }
 
 
 def _stream(stream: Stream) -> dict[str, Any]:
@@ -309,7 +300,7 @@ def _layer(look: Look, layer: Layer) -> dict[str, Any]:
 
 
 def _similarity(values: np.ndarray | None) -> dict[str, Any] | None:
-    """The pairs above the diagonal, row by row; the matrix is symmetric, its diagonal 1."""
+    """Return the pairs above the diagonal; the matrix is symmetric, its diagonal 1."""
     if values is None:
         return None
     above = values[np.triu_indices(len(values), 1)]
@@ -345,7 +336,7 @@ def _look_of(made: dict[str, Any]) -> Look:
 
 
 def _check_kinds(made: dict[str, Any]) -> None:
-    """Compare the kinds of what a document holds with those of a look's own.
+    """Check the types of the values in a document.
 
     Raises:
         KeyError, TypeError: something is missing, or of another kind.

@@ -1,4 +1,4 @@
-"""What a terminal shows of a look: a table, a line above it and a few below."""
+"""The output of a look in a terminal: a table, a line above it and a few below."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .._text import escaped
-from .columns import COLUMNS
+from .catalog import COLUMNS, LABEL_STYLES
 from .head_labels import NO_LABEL, RULES
-from .label_styles import LABEL_STYLES
 from .schema import Look
 
 if TYPE_CHECKING:
@@ -38,19 +37,20 @@ UNITS = {
 
 
 def table(look: Look, width: int = 120, *, top: int | None = None) -> tuple[Table, list[str]]:
-    """The `top` most notable rows as a rich table no wider than `width`, and the titles of columns
-    left out for it."""
-    rows = by_note(look)[:top]
-    return fitted(
+    """Return the `top` most salient rows as a rich table no wider than `width`, and the titles of
+    omitted columns."""
+    rows = by_salience(look)[:top]
+    return fit_table(
         [{**row, "label": [label["label"] for label in row["labels"]]} for row in rows], width
     )
 
 
-def by_note(look: Look) -> list[dict[str, Any]]:
-    """The rows, the most notable first: by their first labels in the order of the rules, and of one
-    label the strongest first."""
+def by_salience(look: Look) -> list[dict[str, Any]]:
+    """Sort the rows by salience: by their first labels in the order of the rules, and within one
+    label by strength."""
     order = {
-        label: place for place, label in enumerate(dict.fromkeys(r["label"] for r in _of(look)))
+        label: place
+        for place, label in enumerate(dict.fromkeys(r["label"] for r in _rules_of(look)))
     }
 
     def place(row: dict[str, Any]) -> tuple[float, float]:
@@ -61,22 +61,22 @@ def by_note(look: Look) -> list[dict[str, Any]]:
     return sorted(look.rows, key=place)
 
 
-def _of(look: Look) -> list[dict[str, Any]]:
-    """The rules of a look; those of today where it holds none."""
+def _rules_of(look: Look) -> list[dict[str, Any]]:
+    """Return the rules of a look, or the current ones if it has none."""
     return look.rules or [vars(rule) for rule in RULES]
 
 
 def _strength(label: Mapping[str, Any]) -> float:
-    """A label's score, the larger the better."""
+    """Return the strength of a label: its score, negated where less is stronger."""
     score = label.get("score", 0.0)
     return -score if label.get("sign") == "≤" else score
 
 
-def notable(look: Look) -> str:
-    """The head that each label fits best, a line for each."""
-    why = {rule["key"]: rule["why"] for rule in reversed(_of(look))}
+def best_heads(look: Look) -> str:
+    """List the best head of each label."""
+    why = {rule["key"]: rule["why"] for rule in reversed(_rules_of(look))}
     lines, told = [], set[str]()
-    for row in by_note(look):
+    for row in by_salience(look):
         for label in row["labels"][:1]:
             if label["label"] in told:
                 continue
@@ -86,40 +86,40 @@ def notable(look: Look) -> str:
             name = escaped(f"L{row['layer']}H{row['head']}")
             lines.append(
                 f"{name:>6}  {escaped(label['label'])}: {escaped(why.get(label['key'], ''))} "
-                f"({figure(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
+                f"({format_metric(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
             )
     if not lines:
         return "No head fits a rule; the page says what they are."
     return "\n".join(["The best head of each kind:", *lines])
 
 
-def figure(value: float) -> str:
-    """A figure to two digits after the point, large ones to one.
+def format_metric(value: float) -> str:
+    """Format a metric to two decimals, large ones to one.
 
-    >>> figure(0.126), figure(12.34)
+    >>> format_metric(0.126), format_metric(12.34)
     ('0.13', '12.3')
     """
     return f"{value:z.2f}" if abs(value) < 9.995 else f"{value:.1f}"
 
 
-def signed(value: float) -> str:
-    """A difference with its sign; one that would be rounded away, to its first digit.
+def format_difference(value: float) -> str:
+    """Format a difference with its sign; one that would round to 0, to its first digit.
 
-    >>> signed(0.126), signed(-0.0021), signed(3e-7), signed(0.0)
-    ('+0.13', '-0.002', '+3e-7', '0')
+    >>> [format_difference(value) for value in (0.126, -0.0021, 3e-7, 0.0)]
+    ['+0.13', '-0.002', '+3e-7', '0']
     """
     if value == 0:
         return "0"
     small = abs(value) < 0.005
     return ("+" if value > 0 else "") + (
-        f"{value:.1g}".replace("e-0", "e-") if small else figure(value)
+        f"{value:.1g}".replace("e-0", "e-") if small else format_metric(value)
     )
 
 
-def fitted(
-    rows: Sequence[Mapping[str, Any]], width: int, written: Callable[[float], str] = figure
+def fit_table(
+    rows: Sequence[Mapping[str, Any]], width: int, written: Callable[[float], str] = format_metric
 ) -> tuple[Table, list[str]]:
-    """A table of rows whose `label` is a list of names, with figures as `written` gives them.
+    """Return a table of rows whose `label` is a list of names, with metrics formatted by `written`.
 
     What does not fit goes: first all labels of a head but one, then columns.
     """
@@ -172,13 +172,13 @@ def _drawn(
 
 
 def _theme() -> str:
-    """`light` of a terminal that says so, as some do with the numbers of its two colours."""
+    """Return `light` if the environment variable COLORFGBG says so, else `dark`."""
     ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return "light" if ground in ("7", "15") else "dark"
 
 
 def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> tuple[str, str]:
-    """What a terminal says above the table of the `top` most notable heads, and below it."""
+    """Return the lines above and below the table of the `top` most salient heads."""
     facts = look.provenance
     read = " and ".join(
         f"{len(stream.tokens):,} {UNITS[stream.name]}"
@@ -208,7 +208,7 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
         )
     after += [
         "Means over queries; the percentage is the share of queries that have such a key. The page "
-        "says what each figure means."
+        "says what each metric means."
     ]
     if facts["texts"] > 1:
         after.append("Standard errors over texts are on the page and in --json.")
@@ -223,10 +223,7 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
 
 
 def module_lines(look: Look) -> list[str]:
-    """Which modules the layers are, those of one kind together.
-
-    None where all are of one kind, as there their names say nothing that their numbers do not.
-    """
+    """Return the modules of the layers by kind; nothing if all are of one kind."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for number, layer in enumerate(look.layers):
         kinds.setdefault(re.sub(r"\d+", "*", layer.name), []).append((number, layer.name))
@@ -239,7 +236,7 @@ def module_lines(look: Look) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in few words.
+    """Abbreviate consecutive numbers.
 
     >>> _ranges([0, 1, 2, 5, 7, 8])
     '0–2, 5, 7–8'
@@ -252,7 +249,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _heading(rows: Sequence[Mapping[str, Any]], key: str) -> str:
-    """The column's name and, where all heads agree on it, its coverage."""
+    """Return the column's name and, if it is the same for all heads, its coverage."""
     lines = next(column.brief for column in COLUMNS if column.key == key).split()
     if key.endswith("_random"):
         lines.append("rand.")

@@ -1,4 +1,4 @@
-"""A training's heads over its steps, as the timeline shows them: a history read, or two matched."""
+"""The history of a training's heads as the timeline shows it, and two histories matched."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..telemetry import Alarm, History, Series
 Array = npt.NDArray[np.float64]
 
 HISTORY = "monitor.sqlite"
-"""What the history in a run's folder is called."""
+"""The name of the history file in a run's folder."""
 
 _DAMAGE = (sqlite3.Error, zlib.error, ValueError, KeyError, TypeError, OverflowError)
-"""What reading a file that is torn raises."""
+"""The errors that reading a damaged file raises."""
 
 
 class TimelineError(ValueError):
@@ -49,14 +49,14 @@ class Track(Brief):
     sampled: bool
 
     def of_heads(self, places: Sequence[int]) -> Track:
-        """The same of some heads only."""
+        """Return the track of some heads."""
         errors = None if self.errors is None else self.errors[:, places]
         return replace(self, values=self.values[:, places], errors=errors)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """What was recorded of a training's heads: n steps, N heads.
+    """The recorded statistics of a training's heads: n steps, N heads.
 
     name: of the run.
     about: versions and settings of the monitor.
@@ -81,14 +81,14 @@ class Timeline:
 
     @property
     def layers(self) -> dict[str, int]:
-        """How many heads each layer has."""
+        """Return the number of heads of each layer."""
         layers: dict[str, int] = {}
         for layer, _ in self.heads:
             layers[layer] = layers.get(layer, 0) + 1
         return layers
 
     def rows(self, place: int) -> list[dict[str, Any]]:
-        """A row for each head with its figures at the recorded step of that place."""
+        """Return a row for each head with its values at the recorded step of that index."""
         rows: list[dict[str, Any]] = [{"layer": layer, "head": n} for layer, n in self.heads]
         for name, track in self.tracks.items():
             for column, found in ((name, track.values), (f"{name}_se", track.errors)):
@@ -98,7 +98,7 @@ class Timeline:
         return rows
 
     def document(self) -> dict[str, Any]:
-        """What a program wants to know: steps, alarms, every head's figures at the last step."""
+        """Return the run as a JSON-compatible dict, with every head's values at the last step."""
         return {
             "run": self.name,
             "about": self.about,
@@ -135,7 +135,7 @@ def read_timeline(run: History | str | os.PathLike[str]) -> Timeline:
 
 
 def file_of(path: Path) -> Path:
-    """Find the history that is meant by a file or by a folder.
+    """Return the history file at a path, or in the folder at a path.
 
     Raises:
         FileNotFoundError: there is none.
@@ -160,7 +160,7 @@ def file_of(path: Path) -> Path:
 
 
 def _read(history: History) -> Timeline:
-    """The history as it stands; what is written meanwhile is left for the next time."""
+    """Read the history as it stands."""
     heads, steps = history.heads, np.array(history.steps, dtype=np.int64)
     if not len(steps):
         raise NothingRecordedError(
@@ -178,7 +178,7 @@ def _read(history: History) -> Timeline:
 
 
 def _ordered(history: History, about: dict[str, Any]) -> list[str]:
-    """The recorded statistics as the monitor was told of them, then those of the probe, others."""
+    """Return the recorded statistics: the monitor's in its order, the probe's, others."""
     told = [str(name) for name in about.get("statistics", [])]
     order = [*told, *(f"probe/{name}" for name in told)]
     recorded = history.statistics
@@ -186,7 +186,7 @@ def _ordered(history: History, about: dict[str, Any]) -> list[str]:
 
 
 def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
-    """A series where its steps stand among all."""
+    """Return a series aligned to all steps."""
     there = np.isin(series.steps, steps)
     place = np.searchsorted(steps, series.steps[there])
 
@@ -201,7 +201,7 @@ def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
 
 
 def _name(path: Path) -> str:
-    """What a run is called: its folder, or its file where that has a name of its own."""
+    """Return the name of a run: its folder, or its file if that has a name of its own."""
     whole = Path(os.path.realpath(path))
     return escaped(whole.parent.name if path.name == HISTORY else path.stem)
 
@@ -210,7 +210,7 @@ def _name(path: Path) -> str:
 
 
 def matched(one: Timeline, other: Timeline) -> tuple[Timeline, Timeline, list[str]]:
-    """Match two runs: the heads and statistics that both have, and what is left out, in words.
+    """Match two runs: the heads and statistics that both have, and a description of the rest.
 
     Heads are the same that have layer and number in common.
 
@@ -226,18 +226,18 @@ def matched(one: Timeline, other: Timeline) -> tuple[Timeline, Timeline, list[st
                 f"model"
             )
     left_out = [
-        *_alone("layers", [*one.layers], [*other.layers]),
-        *_alone("heads", *(_shared(run, heads) for run in (one, other))),
-        *_alone("statistics", [*one.tracks], [*other.tracks]),
+        *_only_in_one("layers", [*one.layers], [*other.layers]),
+        *_only_in_one("heads", *(_shared(run, heads) for run in (one, other))),
+        *_only_in_one("statistics", [*one.tracks], [*other.tracks]),
     ]
-    a, b = (_of(run, heads, names) for run in (one, other))
+    a, b = (_restricted(run, heads, names) for run in (one, other))
     if a.name == b.name:
         a, b = replace(a, name=f"{a.name} (A)"), replace(b, name=f"{b.name} (B)")
     return a, b, left_out
 
 
-def _of(run: Timeline, heads: list[tuple[str, int]], names: list[str]) -> Timeline:
-    """A run with some of its heads and statistics."""
+def _restricted(run: Timeline, heads: list[tuple[str, int]], names: list[str]) -> Timeline:
+    """Restrict a run to some of its heads and statistics."""
     place = {head: n for n, head in enumerate(run.heads)}
     places, known = [place[head] for head in heads], set(heads)
     tracks = {name: run.tracks[name].of_heads(places) for name in names}
@@ -246,15 +246,15 @@ def _of(run: Timeline, heads: list[tuple[str, int]], names: list[str]) -> Timeli
 
 
 def _shared(run: Timeline, heads: list[tuple[str, int]]) -> list[str]:
-    """The heads of those layers that both runs have."""
+    """Return the heads of layers that both runs have."""
     layers = {layer for layer, _ in heads}
     return [f"{layer} {head}".strip() for layer, head in run.heads if layer in layers]
 
 
-def _alone(what: str, one: list[str], other: list[str]) -> list[str]:
-    """What is in one of two alone, in words.
+def _only_in_one(what: str, one: list[str], other: list[str]) -> list[str]:
+    """Describe what is in only one of two.
 
-    >>> _alone("layers", ["a", "b", "c", "d", "e"], ["a", "f"])
+    >>> _only_in_one("layers", ["a", "b", "c", "d", "e"], ["a", "f"])
     ['layers in A alone: b, c, d and 1 more', 'layers in B alone: f']
     """
     said = []
@@ -266,7 +266,7 @@ def _alone(what: str, one: list[str], other: list[str]) -> list[str]:
 
 
 def differences(one: Timeline, other: Timeline) -> tuple[int | None, list[dict[str, Any]]]:
-    """The last step that two matched runs have in common, and B − A of every head there.
+    """Return the last common step of two matched runs, and B − A of every head there.
 
     No step and no rows where they have none. Standard errors are those of independent samples.
     """

@@ -1,4 +1,4 @@
-"""What all pages share: one file put together from parts, with the data packed in it."""
+"""Write pages: one file from a template, with the data packed in it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise._io import place_for, write_whole
-from headwise.report.codec import squeeze
-from headwise.report.schema import finite
+from headwise.report.codec import gzip_b64
 
 
 class PageError(ValueError):
@@ -21,7 +20,7 @@ class PageError(ValueError):
 
 
 def check_out(path: str | os.PathLike[str]) -> Path:
-    """The path for a page, if a page could be written there; else `PageError`.
+    """Return the path for a page, or raise `PageError` if no page can be written there.
 
     Call it before the slow part, so that a wrong `--out` costs nothing.
     """
@@ -46,7 +45,7 @@ def write_html(path: Path, text: str) -> Path:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """A template's text with `@@name@@` replaced by the part of that name.
+    """Fill a template: `@@name@@` is replaced by the part of that name.
 
     In one pass: what is put in is never searched for further marks.
     """
@@ -54,15 +53,15 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
 
 
 def packed(results: Any) -> str:
-    """A script element that holds results as JSON, packed, and runs nothing."""
+    """Return a script element that holds results as compressed JSON and runs nothing."""
     # A lone surrogate has no bytes, and an escape of its own in JSON.
     content = _json(results).encode("utf-8", "backslashreplace")
-    return f'<script type="text/plain" id="results">{squeeze(content)}</script>'
+    return f'<script type="text/plain" id="results">{gzip_b64(content)}</script>'
 
 
 def json_text(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = _json(finite(value))
+    """Return JSON that cannot end the script element around it."""
+    text = _json(value)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -71,12 +70,12 @@ def _json(value: Any) -> str:
 
 
 def part(name: str) -> str:
-    """A file of this folder."""
+    """Read a file of this folder."""
     return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
 
 
 def version(package: str) -> str:
-    """The version of a package; `unknown` where it is not installed, or run from a source tree."""
+    """Return the version of a package; `unknown` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

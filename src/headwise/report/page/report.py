@@ -1,4 +1,4 @@
-"""The report: one `Look` or two in, one HTML file out that needs no network and no other file.
+"""The report: one look or two as one HTML file that needs no network and no other file.
 
 The page is `report.html`, which `make page` builds from `src/`, with the results put in. These are
 the looks' own JSON documents, packed; the browser unpacks them, and what comes from outside
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import html
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from headwise.report.label_styles import LABEL_STYLES
-from headwise.report.schema import Look, document, titles
+from headwise._text import escaped
+from headwise.report.catalog import LABEL_STYLES
 
 from .parts import check_out, fill, json_text, packed, part, write_html
 
@@ -25,7 +26,46 @@ SHOWN = (
 ).split()
 
 
-def write_page(look: Look, path: str | os.PathLike[str], *, other: Look | None = None) -> Path:
+APART = {
+    "dtype": "{}",
+    "device": "on {}",
+    "attention": "{} attention",
+    "seed": "seed {}",
+    "tokens_shown": "{} tokens",
+    "texts": "{} texts",
+}
+"""The facts that distinguish looks with one model and text, in words."""
+
+
+def titles(provenances: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the title of each look: its own, or its model and text, and what distinguishes it.
+
+    >>> same = {"model": "gpt2", "text": "notes", "seed": 0}
+    >>> titles([same | {"dtype": name} for name in ("float32", "float16")])
+    ['gpt2 on notes, float32', 'gpt2 on notes, float16']
+    """
+    names = [
+        escaped(one.get("title") or f"{one.get('model', 'model')} on {one.get('text', 'text')}")
+        for one in provenances
+    ]
+    if len({*names}) == len(names):
+        return names
+    apart = [key for key in APART if len({one.get(key) for one in provenances}) > 1]
+    return [
+        ", ".join([name, *(APART[key].format(one[key]) for key in apart if key in one)])
+        for name, one in zip(names, provenances, strict=True)
+    ]
+
+
+class Documented(Protocol):
+    """A look: what is drawn is its document."""
+
+    def document(self) -> dict[str, Any]: ...
+
+
+def write_page(
+    look: Documented, path: str | os.PathLike[str], *, other: Documented | None = None
+) -> Path:
     """Write `look` as one HTML file at `path`; an existing file is replaced in one step.
 
     With `other`, both are on the page, and their difference.
@@ -37,13 +77,12 @@ def write_page(look: Look, path: str | os.PathLike[str], *, other: Look | None =
     return write_html(path, render_page(look, other=other))
 
 
-def render_page(look: Look, *, other: Look | None = None) -> str:
-    """The whole page as a string. The same looks give the same string."""
-    looks = [look] if other is None else [look, other]
-    names = titles(looks)
+def render_page(look: Documented, *, other: Documented | None = None) -> str:
+    """Return the page as a string. The same looks give the same string."""
+    documents = [one.document() for one in (look, other) if one is not None]
+    names = titles([one["provenance"] for one in documents])
     results = [
-        document(one) | {"made": made(one), "title": name}
-        for one, name in zip(looks, names, strict=True)
+        one | {"made": made(one), "title": name} for one, name in zip(documents, names, strict=True)
     ]
     parts = {
         "title": html.escape(" and ".join(names)),
@@ -56,9 +95,9 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
 # --- how it was made -------------------------------------------------------------------------
 
 
-def made(look: Look) -> list[tuple[str, str]]:
-    """How the look was made, as names and values to read."""
-    facts = dict(look.provenance)
+def made(look: dict[str, Any]) -> list[tuple[str, str]]:
+    """Describe how the look was made, as names and values."""
+    facts = dict(look["provenance"])
     versions = facts.pop("versions", None)
     told = [
         ("Model", _model(look, facts)),
@@ -86,9 +125,9 @@ def _words(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and abs(value) > 9999 else str(value)
 
 
-def _model(look: Look, facts: dict[str, Any]) -> str:
-    parts = [facts.pop("architecture", ""), f"{len(look.layers)} attention layers"]
-    heads = {layer.heads for layer in look.layers}
+def _model(look: dict[str, Any], facts: dict[str, Any]) -> str:
+    parts = [facts.pop("architecture", ""), f"{len(look['layers'])} attention layers"]
+    heads = {layer["maps"]["shape"][0] for layer in look["layers"]}
     parts.append(f"{_range(heads)} heads each")
     for key, words in (("parameters", "{:,} parameters"), ("context", "context {:,} tokens")):
         if (value := facts.pop(key, None)) is not None:
@@ -96,9 +135,9 @@ def _model(look: Look, facts: dict[str, Any]) -> str:
     return f"{facts.pop('model', 'unnamed')}: {', '.join(filter(None, parts))}"
 
 
-def _text(look: Look, facts: dict[str, Any]) -> str:
+def _text(look: dict[str, Any], facts: dict[str, Any]) -> str:
     total, texts = facts.pop("tokens", None), facts.pop("texts", None)
-    lengths = ", ".join(f"{s.name} {len(s.tokens):,} tokens" for s in look.streams)
+    lengths = ", ".join(f"{s['name']} {len(s['tokens']):,} tokens" for s in look["streams"])
     parts = [facts.pop("text", "unnamed"), f"shown: {lengths}"]
     if isinstance(total, int):
         parts.append(f"of {total:,} in all")
@@ -135,8 +174,8 @@ def _loss(facts: dict[str, Any]) -> str | None:
     return "; ".join(parts) or None
 
 
-def _maps(look: Look) -> str:
-    sides = {size for layer in look.layers for size in layer.maps.shape[1:]}
+def _maps(look: dict[str, Any]) -> str:
+    sides = {size for layer in look["layers"] for size in layer["maps"]["shape"][1:]}
     return (
         f"{_range(sides)} cells a side, at most one a token; weights are stored with 8 bits, "
         "as square roots, so that small ones keep their digits"

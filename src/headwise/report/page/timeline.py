@@ -1,4 +1,4 @@
-"""The timeline: what was recorded of a training in, one HTML file out that needs no other file.
+"""The timeline: the history of a training as one HTML file that needs no other file.
 
 The page is `timeline.html`, which `make page` builds from `src/`, with packed values put in. It
 is drawn on a canvas, without Plotly: a million cells are one picture, and a page that is read anew
@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from headwise._text import and_more, escaped
-from headwise.report.codec import pack_float
-from headwise.report.columns import COLUMNS
-from headwise.report.schema import finite
+from headwise.report.catalog import COLUMNS
+from headwise.report.codec import finite, pack_float
 from headwise.report.timeline import Array, Timeline, Track, matched, read_timeline
 from headwise.telemetry import History
 
@@ -43,12 +42,12 @@ _TITLES = {
     "key_norm": ("Largest key", "", "The length of the longest key. It grows with logits."),
     "sink": ("Learned sink", "share", "Weight that the head gives to no key at all."),
 }
-"""Title, unit and meaning of what a monitor records and `headwise look` does not show."""
+"""Title, unit and meaning of statistics that `headwise look` does not show."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How figures are kept in the page: bytes a figure, whether errors too, steps a column."""
+    """The encoding of a page: bytes per value, with or without errors, steps per column."""
 
     planes: int
     errors: bool
@@ -115,7 +114,7 @@ def write_timeline(
 def render_timeline(
     run: Timeline, *, other: Timeline | None = None, reread: float | None = None
 ) -> str:
-    """The whole page as a string. Without `reread`, the same runs give the same string."""
+    """Return the page as a string. Without `reread`, the same runs give the same string."""
     runs, left_out = ([run], []) if other is None else _pair(run, other)
     coding = _coding(runs)
     while len(results := _packed(runs, left_out, coding, reread)) > LARGEST:
@@ -133,7 +132,7 @@ def _pair(one: Timeline, other: Timeline) -> tuple[list[Timeline], list[str]]:
 
 
 def _coding(runs: Sequence[Timeline]) -> Coding:
-    """The finest coding that should fit: by what each kind of figure packs to at the worst."""
+    """Return the finest encoding that should fit, from worst-case compressed sizes."""
     tracks = [track for run in runs for track in run.tracks.values()]
     values = sum(track.values.size for track in tracks)
     errors = sum(track.errors.size for track in tracks if track.errors is not None)
@@ -147,7 +146,7 @@ def _coding(runs: Sequence[Timeline]) -> Coding:
 def _packed(
     runs: Sequence[Timeline], left_out: list[str], coding: Coding, reread: float | None
 ) -> str:
-    """What the page's script reads."""
+    """Return the data that the page's script reads."""
     first = runs[0]
     found = {
         "layers": list(first.layers.items()),
@@ -166,7 +165,7 @@ def _packed(
 
 
 def _described(name: str, tracks: Sequence[Track]) -> dict[str, Any]:
-    """A statistic in words, and what its figures are of."""
+    """Describe a statistic and its values."""
     bare = name.removeprefix("probe/")
     known = next((column for column in COLUMNS if column.key == bare), None)
     if known is not None:
@@ -214,7 +213,7 @@ def _run(run: Timeline, coding: Coding) -> dict[str, Any]:
 
 
 def _pooled(track: Track, starts: np.ndarray) -> Array:
-    """Values `[columns, N]`: means, or the largest, of the steps from each start to the next."""
+    """Return values `[columns, N]`: means, or maxima, of the steps from each start to the next."""
     if len(starts) == len(track.values):
         return track.values
     if track.kind == "maximum":
@@ -226,7 +225,7 @@ def _pooled(track: Track, starts: np.ndarray) -> Array:
 
 
 def _crowd(values: Array) -> list[list[float]]:
-    """Quartiles over the heads `[3, columns]`, of finite figures, to five digits."""
+    """Return quartiles over the heads `[3, columns]` of finite values, to five digits."""
     filled = np.where(np.isfinite(values), values, np.nan)
     there = ~np.isnan(filled).all(axis=1)
     found = np.full((3, len(values)), np.nan)
@@ -235,7 +234,7 @@ def _crowd(values: Array) -> list[list[float]]:
 
 
 def _alarms(run: Timeline) -> dict[str, list[Any]]:
-    """Alarms as columns; heads by their place, figures that are not finite as `null`."""
+    """Return alarms as columns; heads by index, values that are not finite as `null`."""
     place = {head: n for n, head in enumerate(run.heads)}
     return {
         "step": [one.step for one in run.alarms],
@@ -247,7 +246,7 @@ def _alarms(run: Timeline) -> dict[str, list[Any]]:
 
 
 def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
-    """How the figures came about, as names and values to read."""
+    """Describe how the values were recorded, as names and values."""
     about = run.about
     queries = about.get("queries")
     means = "all queries" if queries is None else f"{queries} drawn queries of each call"
@@ -283,7 +282,7 @@ def _counted(run: Timeline) -> str:
 
 
 def _rounding(coding: Coding) -> str:
-    """What the page keeps of the figures, in words."""
+    """Describe the precision of the values in the page."""
     if coding.planes == 4:
         return "figures are kept in single precision and shown with four digits"
     said = "figures are kept with eleven bits and shown with three digits"

@@ -1,15 +1,15 @@
-"""Texts as tokens and tokens as text, with a tokenizer of either kind.
-
-Either is a `tokenizers.Tokenizer` or one of `transformers` (`PreTrainedTokenizerBase`).
-"""
+"""Texts as tokens and tokens as text, with a tokenizer of any kind."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .._text import must_be_text
 
@@ -17,7 +17,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that
 
 
 class LookError(ValueError):
-    """A model and a text that cannot be looked at together."""
+    """A model and a text that do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Encoded:
 
 
 class Vocabulary:
-    """A tokenizer, as far as looking at a text needs one.
+    """A tokenizer of `tokenizers` or `transformers`.
 
     Raises:
         LookError: something else than a tokenizer.
@@ -58,17 +58,17 @@ class Vocabulary:
 
     @staticmethod
     def takes(tokenizer: Any) -> bool:
-        """Whether this is a tokenizer of either kind."""
+        """Return True for a tokenizer of either kind."""
         return _of_tokenizers(tokenizer) or hasattr(tokenizer, "convert_ids_to_tokens")
 
     @property
     def size(self) -> int:
-        """How many ids there are."""
+        """Return the number of ids."""
         return self.tokenizer.get_vocab_size() if self._plain else len(self.tokenizer)
 
     @property
     def special(self) -> frozenset[int]:
-        """The ids that stand for no text."""
+        """Return the ids that stand for no text."""
         if self._plain:
             added = self.tokenizer.get_added_tokens_decoder()
             return frozenset(number for number, token in added.items() if token.special)
@@ -76,7 +76,7 @@ class Vocabulary:
 
     @property
     def mask(self) -> int | None:
-        """The id that stands for a hidden token."""
+        """Return the id of the mask token."""
         if self._plain:
             found = map(self.tokenizer.token_to_id, ("[MASK]", "<mask>"))
             return next((number for number in found if number is not None), None)
@@ -84,12 +84,12 @@ class Vocabulary:
 
     @property
     def longest(self) -> int | None:
-        """How long a text the tokenizer says that its model can read."""
+        """Return the longest context by the tokenizer."""
         most = None if self._plain else self.tokenizer.model_max_length
         return most if most is not None and most < 1_000_000 else None
 
     def encode(self, text: str, limit: int | None = None, *, target: bool = False) -> Encoded:
-        """The text as ids, with the tokenizer's special tokens, cut so that `limit` are left.
+        """Encode a text with special tokens, truncated to `limit` ids.
 
         Args:
             target: it is what a model is to write, for tokenizers that encode that differently.
@@ -130,7 +130,7 @@ class Vocabulary:
         return Encoded(ids, special, total, pieces)
 
     def pieces(self, ids: list[int]) -> list[str] | None:
-        """The text of these tokens, cut where they end; None of a tokenizer that gives none."""
+        """Return the text of these tokens, cut where they end; None if the tokenizer gives none."""
         special = self.special
         return self._decoded(ids, {n for n, one in enumerate(ids) if one in special})
 
@@ -142,7 +142,7 @@ class Vocabulary:
         return decode and pieces_by_decoding(partial(decode, **options), ids, special)
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Each token as text, on its own. Bytes that are no whole character are `\\xe2`."""
+        """Return each token as text. Bytes that are not a whole character are `\\xe2`."""
         if self._plain:
             pieces = [self.tokenizer.id_to_token(number) for number in ids]
         else:
@@ -155,7 +155,7 @@ class Vocabulary:
 
     @property
     def _in_bytes(self) -> bool:
-        """Whether pieces are written in byte-level BPE's letters."""
+        """Return True if pieces are written in the letters of byte-level BPE."""
         fast = self.tokenizer if self._plain else getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is None:
             return hasattr(self.tokenizer, "byte_decoder")
@@ -168,12 +168,12 @@ def _of_tokenizers(tokenizer: Any) -> bool:
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Each token as text, on its own. Bytes that are no whole character are written `\\xe2`."""
+    """Return each token as text. Bytes that are not a whole character are written `\\xe2`."""
     return Vocabulary(tokenizer).texts(ids)
 
 
 def pieces_of(text: str, offsets: Sequence[tuple[int, int]], special: Collection[int]) -> list[str]:
-    """The text cut where its tokens end: what each token stands for, and what lies before it.
+    """Cut a text where its tokens end: each token's text, with what lies before it.
 
     Of tokens that share a character, as bytes do, the first has it. Joined, they are the text up to
     its last token.
@@ -195,8 +195,9 @@ def pieces_of(text: str, offsets: Sequence[tuple[int, int]], special: Collection
 def pieces_by_decoding(
     decode: Callable[[list[int]], str], ids: Sequence[int], special: Collection[int]
 ) -> list[str] | None:
-    """The text that a tokenizer decodes, cut where its tokens end: what each token adds to those
-    just before it. Of tokens that share a character, the first has it.
+    """Cut the decoded text where its tokens end: what each token adds to those just before it.
+
+    Of tokens that share a character, the first has it.
 
     None where what stands before changes with what follows.
 
@@ -224,18 +225,164 @@ def _places(mask: list[int]) -> tuple[int, ...]:
 
 
 @cache
-def _byte_of_letter() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a letter: printable ones as themselves, the others from
-    U+0100 on (Radford et al. 2019)."""
+def _byte_alphabet() -> dict[str, int]:
+    """Return the letters of byte-level BPE: printable bytes stand for themselves, the others are
+    written from U+0100 on (Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _piece_text(piece: str, in_bytes: bool) -> str:
-    letters = _byte_of_letter()
+    letters = _byte_alphabet()
     if in_bytes and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece).decode("utf-8", "backslashreplace")
     if found := _BYTE.fullmatch(piece):
         return bytes([int(found[1], 16)]).decode("utf-8", "backslashreplace")
     return piece.replace("\u2581", " ")
+
+
+def tokenizer_of(tokenizer: Any, *, add_special: bool = True) -> AnyTokenizer:
+    """Wrap whatever was given as tokenizer.
+
+    Raises:
+        LookError: something that is none.
+    """
+    if Vocabulary.takes(tokenizer):
+        return Vocabulary(tokenizer, add_special=add_special)
+    if callable(getattr(tokenizer, "encode", None)) and callable(
+        getattr(tokenizer, "decode", None)
+    ):
+        return OtherTokenizer(tokenizer)
+    if tokenizer is None or (
+        isinstance(tokenizer, Mapping | Sequence) and not isinstance(tokenizer, str | bytes)
+    ):
+        return TokenStrings(tokenizer)
+    raise _no_tokenizer(tokenizer)
+
+
+def ids_of(text: Any) -> list[int] | None:
+    """Return token ids that were given in place of a text: a tensor `[T]`, an array or a list of
+    integers; None for anything else.
+
+    >>> ids_of([3, 1, 2]), ids_of(torch.tensor([[3, 1]])), ids_of(["so"]), ids_of("so")
+    ([3, 1, 2], [3, 1], None, None)
+    """
+    if not isinstance(text, Tensor):
+        if type(text).__module__ == "numpy":
+            text = torch.as_tensor(text)
+        elif isinstance(text, list | tuple) and text and all(type(one) is int for one in text):
+            text = torch.tensor(text)
+        else:
+            return None
+    whole = not (text.is_floating_point() or text.is_complex() or text.dtype == torch.bool)
+    if text.dim() == 2 and len(text) == 1:
+        text = text[0]
+    return text.tolist() if whole and text.dim() == 1 else None
+
+
+class OtherTokenizer:
+    """Any object that encodes a text as ids and decodes ids as text: tiktoken's, SentencePiece's,
+    one of one's own.
+
+    >>> class Letters:
+    ...     def encode(self, text): return [ord(one) - 97 for one in text]
+    ...     def decode(self, ids): return "".join(chr(97 + one) for one in ids)
+    >>> words = OtherTokenizer(Letters())
+    >>> words.encode("abba").ids, words.texts([2, 0])
+    ([0, 1, 1, 0], ['c', 'a'])
+    """
+
+    special: frozenset[int] = frozenset()
+    mask: int | None = None
+    longest: int | None = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def size(self) -> int | None:
+        """Return the number of ids, if the tokenizer has it."""
+        for name in ("n_vocab", "vocab_size", "get_vocab_size", "get_piece_size", "__len__"):
+            found = getattr(self.tokenizer, name, None)
+            found = found() if callable(found) else found
+            if isinstance(found, int) and found > 0:
+                return found
+        return None
+
+    def encode(self, text: str, limit: int | None = None, *, target: bool = False) -> Encoded:
+        must_be_text(text, f"{'target' if target else 'text'} {text!r:.80}")
+        given = self.tokenizer.encode(text)
+        ids = ids_of(getattr(given, "ids", given))
+        if ids is None and len(given):
+            kind = type(self.tokenizer).__name__
+            raise LookError(
+                f"{kind}.encode({text!r:.40}) gives {given!r:.60}; a list of token ids is needed"
+            )
+        ids = ids or []
+        kept = ids[:limit]
+        return Encoded(kept, (), len(ids), self.pieces(kept))
+
+    def pieces(self, ids: list[int]) -> list[str] | None:
+        return pieces_by_decoding(lambda some: str(self.tokenizer.decode(some)), ids, ())
+
+    def texts(self, ids: list[int]) -> list[str]:
+        return [self._text(one) for one in ids]
+
+    def _text(self, number: int) -> str:
+        # What is drawn at random need not be an id that the tokenizer has.
+        try:
+            return str(self.tokenizer.decode([number]))
+        except (KeyError, IndexError, ValueError, OverflowError):
+            return f"<{number}>"
+
+
+class TokenStrings:
+    """A string for each id, in a list or a dict; without any, ids are shown as numbers.
+
+    >>> TokenStrings(["no", "yes"]).texts([1, 0, 7])
+    ['yes', 'no', '<7>']
+    """
+
+    special: frozenset[int] = frozenset()
+    mask: int | None = None
+    longest: int | None = None
+
+    def __init__(self, strings: Mapping[int, str] | Sequence[str] | None) -> None:
+        self.given = strings
+        if isinstance(strings, Mapping):
+            self._strings = dict(strings)
+        else:
+            self._strings = dict(enumerate(strings or ()))
+        if not all(isinstance(one, str) for one in self._strings.values()) or not all(
+            isinstance(one, int) for one in self._strings
+        ):
+            raise LookError(
+                f"tokenizer={strings!r:.80}: give a string for each id, as a list or as a dict "
+                f"{{id: string}}; or the model's tokenizer itself"
+            )
+
+    @property
+    def size(self) -> int | None:
+        """Return the number of ids; None for a dict, which may have only those of one text."""
+        return len(self._strings) if isinstance(self.given, Sequence) else None
+
+    def encode(self, text: str, limit: int | None = None, *, target: bool = False) -> Encoded:
+        raise _no_tokenizer(self.given)
+
+    def pieces(self, ids: list[int]) -> list[str] | None:
+        return None
+
+    def texts(self, ids: list[int]) -> list[str]:
+        return [self._strings.get(one, f"<{one}>") for one in ids]
+
+
+AnyTokenizer = Vocabulary | OtherTokenizer | TokenStrings
+"""How texts become ids, and ids texts; `Vocabulary` says what each of their parts gives."""
+
+
+def _no_tokenizer(tokenizer: Any) -> LookError:
+    return LookError(
+        f"tokenizer={tokenizer!r:.80}: the model reads text, so give its tokenizer itself, any "
+        f"that has encode and decode; or token ids as the text, and a string for each id"
+    )
