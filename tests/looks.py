@@ -15,12 +15,18 @@ from headwise.report.schema import Layer, Look, Stream
 WORDS = ["the", "of", "and", "a", "to", "in", "is", "that", "for", "it", "as", "was", "with", "who"]
 COLUMNS = [
     ("entropy", "Entropy", "entropy", "nats", "H_{i} = −Σ_{j} p_{ij} ln p_{ij}"),
-    ("entropy_share", "Entropy, share of its bound", "entropy share", "share", "H_{i} / ln n_{i}"),
+    ("entropy_share", "Normalized entropy", "normalized entropy", "share", "H_{i} / ln n_{i}"),
     ("first", "First token", "first", "share", "p_{i0}"),
     ("previous", "Previous token", "previous", "share", "p_{i,i−1}"),
-    ("self", "Itself", "itself", "share", "p_{ii}"),
+    ("self", "Itself", "self", "share", "p_{ii}"),
     ("same_token", "Same token", "same", "share", "Σ_{j} p_{ij} over j < i with t_{j} = t_{i}"),
-    ("induction_random", "Induction, on random repeats", "induction", "share", "Σ_{j} p_{ij}"),
+    (
+        "induction_random",
+        "Induction on repeated random tokens",
+        "induction",
+        "share",
+        "Σ_{j} p_{ij}",
+    ),
     ("distance", "Mean distance", "distance", "tokens", "Σ_{j} p_{ij} |i − j|"),
     ("importance", "Importance by gradient", "importance", "nats", "E |⟨o_{h}, ∂L/∂o_{h}⟩|"),
     ("ablation", "Change of the loss when ablated", "ablation", "nats", "L_{without h} − L"),
@@ -29,7 +35,7 @@ RULES = [
     ("induction", "ind.", "induction_random", "≥", 0.4, "looks at what came next last time"),
     ("previous token", "prev.", "previous", "≥", 0.4, "looks one token back"),
     ("first token", "first", "first", "≥", 0.5, "rests on the first token: a sink"),
-    ("itself", "self", "self", "≥", 0.4, "stays on its own token"),
+    ("self", "self", "self", "≥", 0.4, "stays on its own token"),
     ("broad", "broad", "entropy_share", "≥", 0.8, "spreads nearly evenly over all it can see"),
     ("local", "local", "distance", "≤", 6.0, "stays within a few tokens"),
 ]

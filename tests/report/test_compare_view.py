@@ -59,9 +59,9 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 def test_the_first_words_say_what_changed_most(tab: Tab) -> None:
     lines = [" ".join(line.split()) for line in tab.texts("#changes li")]
-    assert lines[0] == "L1H2 lost induction : induction, on random repeats 0.83 → 0.21".replace(
-        " :", ":"
-    )
+    assert lines[
+        0
+    ] == "L1H2 lost induction : induction on repeated random tokens 0.83 → 0.21".replace(" :", ":")
     rows = before().rows
     entropies = [f"{row['entropy']:.2f} → {row['entropy'] + 1.5:.2f} nats" for row in rows[:3]]
     assert lines[1] == f"L0H2 entropy rose, {entropies[2]}"

@@ -55,8 +55,8 @@ def heads() -> dict[str, Tensor]:
         "duplicate token": same & ~torch.eye(LENGTH).bool(),
         "induction": follower,
         "first token": GIVEN_UP,
-        "delimiter": DELIMITERS.expand(LENGTH, -1),
-        "itself": at(0),
+        "punctuation": DELIMITERS.expand(LENGTH, -1),
+        "self": at(0),
         "two back": at(-2),
         "three back": at(-3),
         "next": at(1),
@@ -97,8 +97,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "duplicate token": {"duplicate token": "same_token_random"},
     "induction": {"induction": "induction_random"},
     "first token": {"first token": "first"},
-    "delimiter": {"delimiter": "delimiters"},
-    "itself": {"itself": "self", "local": "distance_absolute"},
+    "punctuation": {"punctuation": "delimiters"},
+    "self": {"self": "self", "local": "distance_absolute"},
     "two back": {"positional": "back_2", "local": "distance_absolute"},
     "three back": {"positional": "back_3", "local": "distance_absolute"},
     "next": {"positional": "next", "local": "distance_absolute"},
@@ -137,8 +137,8 @@ def test_coverage_is_the_share_of_queries_that_have_a_target() -> None:
     assert labels["previous token"].coverage == pytest.approx(1 - 1 / LENGTH)
     assert labels["duplicate token"].coverage == pytest.approx(1 / 2)
     assert labels["induction"].coverage == pytest.approx(1 / 2)  # the follower may be i itself
-    assert labels["delimiter"].coverage == pytest.approx(1 - 3 / LENGTH)
-    assert labels["first token"].coverage == labels["itself"].coverage == 1.0
+    assert labels["punctuation"].coverage == pytest.approx(1 - 3 / LENGTH)
+    assert labels["first token"].coverage == labels["self"].coverage == 1.0
     assert labels["broad"].coverage == 1.0
     assert labels["broad"].score < 0.9  # of half of the keys, evenly
 
@@ -152,8 +152,8 @@ def test_induction_is_found_on_the_text_where_there_are_no_repeats() -> None:
         assert (label.label, label.key) == (what, key)
         assert label.score == pytest.approx(1.0, abs=1e-4)
         assert label.coverage == pytest.approx(1 / 2)
-    assert {name.missing for name in named.values()} == {("delimiter",)}
-    # On the text it did not happen, on random repeats it did: that is where it is said to be.
+    assert {name.missing for name in named.values()} == {("punctuation",)}
+    # It did not happen on the text, but on repeated random tokens.
     other = torch.arange(LENGTH)
     on_text = seen_of(parts, naming_statistics(other), mask=mask)
     both = dict(zip(names, name_heads(on_text, seen), strict=True))
@@ -190,10 +190,10 @@ def test_what_was_not_seen_is_missing_not_denied() -> None:
         "induction",
         "duplicate token",
         "positional",
-        "itself",
+        "self",
         "local",
         "first token",
-        "delimiter",
+        "punctuation",
         "broad",
     )
     one = name_heads(seen_of(parts, (hw.Mass(At(-2)),), mask=mask))[0]
@@ -207,8 +207,8 @@ def test_a_head_without_a_label_is_unlabeled_only_where_every_rule_was_evaluated
     q, k = (2.0 * torch.randn(1, 2, LENGTH, 16) for _ in "qk")
     for statistics, missing in (
         ((hw.Entropy(),), {rule.label for rule in RULES if not rule.encoders} - {"broad"}),
-        (naming_statistics(), {"induction", "duplicate token", "delimiter"}),
-        (naming_statistics(IDS), {"delimiter"}),
+        (naming_statistics(), {"induction", "duplicate token", "punctuation"}),
+        (naming_statistics(IDS), {"punctuation"}),
         (naming_statistics(IDS, DELIMITERS), set()),
     ):
         for name in name_heads(seen_of([q, k, k], statistics)):
@@ -231,9 +231,9 @@ def test_a_head_without_a_label_is_unlabeled_only_where_every_rule_was_evaluated
 @pytest.mark.parametrize(
     ("head", "unknown", "missing"),
     [
-        ("first token", "entropy_share", ("first token", "delimiter", "broad")),
-        ("first token", "entropy", ("first token", "delimiter", "broad")),
-        ("itself", "self", ("itself",)),
+        ("first token", "entropy_share", ("first token", "punctuation", "broad")),
+        ("first token", "entropy", ("first token", "punctuation", "broad")),
+        ("self", "self", ("self",)),
         ("local", "previous", ("previous token",)),
     ],
 )
@@ -316,10 +316,10 @@ def test_labels_come_in_the_order_of_the_rules_each_once() -> None:
         "local",
         "positional",
         "broad",
-        "delimiter",
-        "itself",
+        "punctuation",
+        "self",
         "[CLS]",
-        "separator",
+        "special tokens",
     }
     assert all(rule.why and rule.source for rule in RULES)
 
@@ -413,9 +413,13 @@ def test_what_a_tokenizer_adds_is_named_apart() -> None:
     where = torch.zeros(2, length, dtype=torch.bool)
     where[0, stops], where[1, separator] = True, True
     seen = seen_of([q, k, k], naming_statistics(None, *where))
-    assert [name.label for name in name_heads(seen)] == ["first token", "separator", "delimiter"]
+    assert [name.label for name in name_heads(seen)] == [
+        "first token",
+        "special tokens",
+        "punctuation",
+    ]
     rows = [row | ({"cls": row["first"]}) for row in seen.table()]
-    assert [label_head(row)[0].label for row in rows] == ["[CLS]", "separator", "delimiter"]
+    assert [label_head(row)[0].label for row in rows] == ["[CLS]", "special tokens", "punctuation"]
 
 
 def test_delimiters_by_batch_row() -> None:

@@ -489,7 +489,7 @@ def test_a_query_shows_its_exact_keys(tab: Tab, seen: Look) -> None:
     keys = np.argsort(-weights, kind="stable")[:10]
     assert tab.texts("#strongest b")[:8] == [weight(v) for v in layer.top_weights[head, 12]]
     assert tab.texts("#strongest code") == [visible(seen.streams[0].tokens[key]) for key in keys]
-    where = ["itself" if key == 12 else f"{12 - key} back" for key in keys]
+    where = ["self" if key == 12 else f"{12 - key} back" for key in keys]
     assert tab.texts("#strongest small") == [
         f"{place} · at {key}" for place, key in zip(where, keys, strict=True)
     ]

@@ -282,7 +282,7 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
     assert picture.size == tuple(2 * float(drawn.get(name)) for name in ("width", "height"))
     drawn = ElementTree.fromstring(saved(tab, "heads", "SVG"))
     words = [one.text for one in drawn.iter(f"{tag}text")]
-    assert words[0] == "What every head mostly looks at"
+    assert words[0] == "What every head mostly attends to"
     assert words[-3:] == ["induction", "previous token", "unlabeled"]
     tab.asked[:] = [one for one in tab.asked if not one.startswith("blob:")]
 

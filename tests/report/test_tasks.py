@@ -103,7 +103,9 @@ def test_where_a_head_looks_from_the_second_it_takes_one_search(fresh: Tab) -> N
     fresh.press("Enter", "Enter")
     fresh.page.locator("#found-by-search", has_text="2 of").wait_for()
     assert plain(fresh.text("#sentence")).startswith("Head L2H3 at it ")
-    assert "on=" not in fresh.page.url  # on the text, though the page opened on random repeats
+    assert (
+        "on=" not in fresh.page.url
+    )  # on the text, though the page opened on repeated random tokens
     assert clicks(fresh) == 0
 
 
@@ -196,9 +198,9 @@ def test_the_random_piece_can_be_read_and_both_its_numbers_are_named(fresh: Tab)
     assert all(name.isalpha() for name in names)
     said = fresh.text("#guide-what")
     assert "On this one piece of 14 different random tokens, all of letters, 0." in said
-    assert "is a mean over 8 rows of 50 random tokens that come twice." in said
+    assert "is a mean over 8 rows of 50 repeated random tokens." in said
     on = fresh.texts("#cards .on-what")
-    assert on[:2] == ["Its map on random repeats", "Its map on the text"]
+    assert on[:2] == ["Its map on repeated random tokens", "Its map on the text"]
 
 
 # --- axe-core --------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ def test_figures_that_grow_with_the_length_are_not_ranked(browser: Any, tmp_path
     assert said.endswith("labels that follow them: entropy; mean distance.")
     shown = {name for _, name in tab.plotted("strip", "x.ticks")}
     assert not shown & {"entropy", "distance"}
-    assert "entropy share" in shown
+    assert "normalized entropy" in shown
     lines = [line.split(" ", 1)[1] for line in map(plain, tab.texts("#changes li"))]
     assert not any(line.startswith(("entropy rose", "entropy fell", "mean dist")) for line in lines)
     assert not any("local" in line for line in lines)  # that label follows the distance

@@ -279,7 +279,7 @@ def test_a_small_run_is_kept_in_single_precision(folder: Path) -> None:
     assert (run["first"], run["last"]) == (list(STEPS), list(STEPS))
     quartiles = np.quantile(read.tracks["entropy"].values, (0.25, 0.5, 0.75), axis=1)
     np.testing.assert_allclose(run["crowd"]["entropy"], quartiles, rtol=1e-4)
-    assert dict(run["made"])["In this page"].startswith("figures are kept in single precision")
+    assert dict(run["made"])["In this page"].startswith("values are stored in single precision")
 
 
 def long(steps: int, heads: int, sampled: bool = True) -> Timeline:
@@ -374,8 +374,8 @@ def test_every_statistic_is_explained(folder: Path) -> None:
     assert titles["my_own"] == ("my own", "my own", "")
     assert titles["query_norm"][0] == "Largest query"
     said = {one["key"]: one["meaning"] for one in found}
-    assert said["query_norm"].endswith("Of drawn queries only: a lower bound.")
-    assert said["my_own"] == "A mean over drawn queries."
+    assert said["query_norm"].endswith("Over sampled queries only: a lower bound.")
+    assert said["my_own"] == "A mean over sampled queries."
 
 
 # --- the command -----------------------------------------------------------------------------

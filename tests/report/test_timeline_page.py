@@ -150,7 +150,7 @@ def test_the_page_opens_on_the_first_alarm(browser: Any, run: Timeline, tmp_path
     assert tab.text("#head-title") == "L1H1"
     assert tab.text("#head-module") == "blocks.1.attn"
     assert "123.5 (max_logit > 100)" in tab.text("#head-alarms")
-    assert "4 drawn queries" in tab.text("#made")
+    assert "4 sampled queries" in tab.text("#made")
     tab.close()
 
 
@@ -214,7 +214,7 @@ def test_a_curve_is_broken_where_there_is_no_figure(tab: Tab) -> None:
         assert tab.page.locator("#curve path.a[data-run]").get_attribute("d").count("M") == 2
         assert tab.page.locator("#curve path.lost").count() == lost
     assert "not finite" in tab.text("#legend")
-    assert "no figure" in tab.text("#legend")
+    assert "no value" in tab.text("#legend")
     go(tab, "statistic=first")
     assert "not finite" not in tab.text("#legend")
 

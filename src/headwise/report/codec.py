@@ -139,7 +139,7 @@ MAP_SIDE = 256  # the most cells on a side of a map
 MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
 TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
 MOST_KEYS = 8
-SHORT_PERIOD = 14  # random tokens that come twice, of the piece that is shown
+SHORT_PERIOD = 14  # repeated random tokens, of the piece that is shown
 POSITIONS = 50_000
 
 

@@ -143,7 +143,7 @@ RULES: tuple[LabelRule, ...] = (
         "previous token", "prev.", "previous", "≥", 0.4, "attends to the previous token", _CLARK
     ),
     *(_positional(offset) for offset in OFFSETS),
-    LabelRule("itself", "self", "self", "≥", 0.4, "attends to itself", _CLARK),
+    LabelRule("self", "self", "self", "≥", 0.4, "attends to itself", _CLARK),
     LabelRule("induction", "ind.", "induction", "≥", 0.4, _FOLLOWERS, _OLSSON),
     LabelRule("duplicate token", "dup.", "same_token", "≥", 0.4, _SAME, _WANG),
     LabelRule(
@@ -178,8 +178,8 @@ RULES: tuple[LabelRule, ...] = (
         encoders=True,
     ),
     LabelRule(
-        "separator",
-        "sep.",
+        "special tokens",
+        "spec.",
         "separators",
         "≥",
         0.3,
@@ -199,8 +199,8 @@ RULES: tuple[LabelRule, ...] = (
         given=_NOT_EVEN,
     ),
     LabelRule(
-        "delimiter",
-        "delim.",
+        "punctuation",
+        "punct.",
         "delimiters",
         "≥",
         0.5,
@@ -243,8 +243,8 @@ class HeadName:
 
     >>> HeadName(0, 3)
     <HeadName: L0H3: unlabeled>
-    >>> HeadName(0, 3, missing=("induction", "delimiter"))
-    <HeadName: L0H3: not evaluated: induction, delimiter>
+    >>> HeadName(0, 3, missing=("induction", "punctuation"))
+    <HeadName: L0H3: not evaluated: induction, punctuation>
     """
 
     layer: int
@@ -273,10 +273,10 @@ def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
 
     Args:
         figures: a row of a table: figures, and `<name>_coverage` for those that a query can lack.
-            Those on random tokens that come twice end in `_random`.
+            Those on repeated random tokens end in `_random`.
 
     >>> [(label.label, label.score) for label in label_head({"previous": 0.6, "self": 0.4})]
-    [('previous token', 0.6), ('itself', 0.4)]
+    [('previous token', 0.6), ('self', 0.4)]
     >>> label_head({"previous": 0.39})
     ()
     """
@@ -337,12 +337,12 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
 
     Rules whose metrics were not observed are left out, and their labels are in `missing`: a head
     without a label is then called `not evaluated`. Induction and duplicate tokens are evaluated on
-    repeated random tokens, where no meaning can help, and else on the text itself; `Label.key` says
-    on which.
+    repeated random tokens, where meaning does not help, else on the text, as
+    `Label.key` says.
 
     Args:
         seen: of a text, watched with `naming_statistics()` or a part of them.
-        repeats: of random tokens that come twice, watched with at least `Mass(SameToken(ids))` and
+        repeats: of repeated random tokens, watched with at least `Mass(SameToken(ids))` and
             `Mass(Induction(ids))`; modules that were not called there go without.
 
     Raises:
@@ -355,7 +355,7 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
     >>> name_heads(seen)[0].label  # attention is uniform, but the statistics know no tokens
     'not evaluated'
     >>> name_heads(seen)[0].missing
-    ('induction', 'duplicate token', 'delimiter')
+    ('induction', 'duplicate token', 'punctuation')
     """
     for given in (seen, *(() if repeats is None else (repeats,))):
         if not isinstance(given, Watched):

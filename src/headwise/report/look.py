@@ -69,7 +69,7 @@ def look(
 
     Every figure is a statistic of `watch()`: its mean over all valid queries of all texts, with its
     standard error over texts where there are several. Maps, top keys and the like are of the first
-    text. Figures named `…_random` are taken on random tokens that come twice (Olsson et al. 2022).
+    text. Figures named `…_random` are taken on repeated random tokens (Olsson et al. 2022).
 
     Args:
         model: a causal language model, an encoder or an encoder–decoder model of `transformers`; a
@@ -182,7 +182,7 @@ def _collect_all(
     places = survey(subject.model, lambda: subject.logits(first))
     resolution = resolution_of(places)
     own = None if samples.number is None else len(samples)
-    # random repeats are run twice: many rows for the figures, a short one to be shown
+    # repeated random tokens are run twice: many rows for the figures, a short one to be shown
     found = Collected(_steps(report_progress, len(places), own, 2 * (repeats is not None)))
     total, number = 0.0, 0
     for sample in samples:

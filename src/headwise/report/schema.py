@@ -84,7 +84,7 @@ class Layer(Brief):
         gives the first distances; None for cross-attention.
     entropy: `[H, T]`, in nats; NaN for queries that may attend to nothing.
     received: `[H, S]`, the attention that each key received, summed over queries.
-    repeat: `[H, n, n]`, the attention itself on a short piece of random tokens that come twice, of
+    repeat: `[H, n, n]`, the attention itself on a short piece of repeated random tokens, of
         which `Look.repeats` has the tokens; None for cross-attention, and of images.
     visible: `[T]`, how many keys each query may attend to; None where that is all of them, or
         (`causal`) all up to its own.

@@ -106,7 +106,7 @@ class Text(TransformersSubject):
             self.kind, self.loss_of = "a causal language model", "each token after the first"
         elif self.masked and self.words.mask is not None:
             self.kind = "a masked language model"
-            self.loss_of = f"{HIDDEN:.0%} of the tokens, drawn by chance and hidden"
+            self.loss_of = f"{HIDDEN:.0%} of the tokens, masked at random"
 
     def sample(self, text: Any, name: str) -> Sample:
         encoded = self.encoded(text, name)

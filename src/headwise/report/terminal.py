@@ -82,15 +82,15 @@ def best_heads(look: Look) -> str:
                 continue
             told.add(label["label"])
             heads = sum(label["label"] == one["label"] for of in look.rows for one in of["labels"])
-            where = " on random repeats" if label["key"].endswith("_random") else ""
+            where = " on repeated random tokens" if label["key"].endswith("_random") else ""
             name = escaped(f"L{row['layer']}H{row['head']}")
             lines.append(
                 f"{name:>6}  {escaped(label['label'])}: {escaped(why.get(label['key'], ''))} "
                 f"({format_metric(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
             )
     if not lines:
-        return "No head fits a rule; the page says what they are."
-    return "\n".join(["The best head of each kind:", *lines])
+        return "No rule holds for any head."
+    return "\n".join(["The best head for each label:", *lines])
 
 
 def format_metric(value: float) -> str:
@@ -197,7 +197,7 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
     if facts.get("loss_first_copy") is not None:
         losses.append(
             f"on random tokens {facts['loss_first_copy']:.2f}, "
-            f"on their repeat {facts['loss_second_copy']:.2f}"
+            f"on their repetition {facts['loss_second_copy']:.2f}"
         )
     if losses:
         before += f"\nloss: {'; '.join(losses)}"
@@ -213,10 +213,10 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
     if facts["texts"] > 1:
         after.append("Standard errors over texts are on the page and in --json.")
     if facts.get("random_rows"):
-        after.append("rand.: on random tokens that come twice.")
+        after.append("rand.: on repeated random tokens.")
     after += [f"layer {line}" for line in module_lines(look)]
     if left_out:
-        after.append(f"Left out of this narrow terminal: {'; '.join(left_out)} (see --json).")
+        after.append(f"Omitted columns: {'; '.join(left_out)} (see --json).")
     if facts["notice"]:
         after.append(facts["notice"])
     return before, "\n".join(after)

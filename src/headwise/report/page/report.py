@@ -102,7 +102,7 @@ def made(look: dict[str, Any]) -> list[tuple[str, str]]:
     told = [
         ("Model", _model(look, facts)),
         ("Text", _text(look, facts)),
-        ("Random repeats", _repeats(facts)),
+        ("Repeated random tokens", _repeats(facts)),
         ("Attention", _attention(facts)),
         ("Loss", _loss(facts)),
         ("Numbers", _numbers(facts)),
@@ -142,7 +142,7 @@ def _text(look: dict[str, Any], facts: dict[str, Any]) -> str:
     if isinstance(total, int):
         parts.append(f"of {total:,} in all")
     if isinstance(texts, int) and texts > 1:
-        parts.append(f"figures are means over {texts:,} texts, maps are of the first")
+        parts.append(f"metrics are means over {texts:,} texts, maps are of the first")
     return "; ".join(parts)
 
 
@@ -150,12 +150,12 @@ def _repeats(facts: dict[str, Any]) -> str | None:
     rows, period = facts.pop("random_rows", None), facts.pop("random_period", None)
     if rows is None or period is None:
         return None
-    return f"{rows} rows of {period} random tokens that come twice"
+    return f"{rows} rows of {period} repeated random tokens"
 
 
 def _attention(facts: dict[str, Any]) -> str:
     how = facts.pop("attention", None)
-    described = "figures describe the probabilities before dropout (which is off)"
+    described = "metrics describe attention weights before dropout (which is off)"
     return f"{how}; {described}" if how else described
 
 

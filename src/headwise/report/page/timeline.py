@@ -178,9 +178,13 @@ def _described(name: str, tracks: Sequence[Track]) -> dict[str, Any]:
     sampled = any(track.sampled for track in tracks)
     kind = tracks[0].kind
     if kind == "mean":
-        of = "A mean over drawn queries." if sampled else "A mean over queries."
+        of = "A mean over sampled queries." if sampled else "A mean over queries."
     else:
-        of = "Of drawn queries only: a lower bound." if sampled else "The largest of all queries."
+        of = (
+            "Over sampled queries only: a lower bound."
+            if sampled
+            else "The largest of all queries."
+        )
     return {
         **{"key": name, "title": title, "short": short, "unit": unit},
         **{"kind": kind, "meaning": f"{meaning} {of}".strip()},
@@ -249,7 +253,7 @@ def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
     """Describe how the values were recorded, as names and values."""
     about = run.about
     queries = about.get("queries")
-    means = "all queries" if queries is None else f"{queries} drawn queries of each call"
+    means = "all queries" if queries is None else f"{queries} sampled queries of each call"
     told = [
         ("Run", run.name),
         ("Model", f"{about.get('model', 'unnamed')}: {_counted(run)}"),
@@ -284,10 +288,10 @@ def _counted(run: Timeline) -> str:
 def _rounding(coding: Coding) -> str:
     """Describe the precision of the values in the page."""
     if coding.planes == 4:
-        return "figures are kept in single precision and shown with four digits"
-    said = "figures are kept with eleven bits and shown with three digits"
+        return "values are stored in single precision and shown with four digits"
+    said = "values are stored with eleven bits and shown with three digits"
     if not coding.errors:
-        said += "; standard errors are left out, as there are so many figures"
+        said += "; standard errors are left out, as there are too many values"
     if coding.steps > 1:
         said += (
             f"; a column stands for {coding.steps} recorded steps, with their mean, or the largest "

@@ -23,7 +23,7 @@ export function layText(box, layer, tell) {
     tokens.setAttribute("aria-label", `${stream.name}: a button for each ${stream.grid ? "patch" : "token"}; arrow keys move`);
     tokens.dataset.side = streams.length > 1 ? ["queries", "keys"][index] : "both";
     if (index === 0) hearTokens(tokens, stream, tell);
-    return streams.length > 1 ? el("div", {}, el("h3", {}, `${stream.name}: ${index ? "looked at" : "looks"}`), tokens) : tokens;
+    return streams.length > 1 ? el("div", {}, el("h3", {}, `${stream.name}: ${index ? "keys" : "queries"}`), tokens) : tokens;
   }), drawn("svg", { class: "over", "aria-hidden": "true" }));
 }
 

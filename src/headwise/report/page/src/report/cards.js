@@ -12,6 +12,17 @@ import { state } from "./state.js";
 import { bestExamples } from "./telling.js";
 import { figure } from "./words.js";
 
+/** The examples with another head in front where a head has a card already; labels without another head have none. */
+function oneCardEach(examples) {
+  const taken = new Set();
+  return examples.flatMap(({ name, rows }) => {
+    const row = rows.find((index) => !taken.has(index));
+    if (row === undefined) return [];
+    taken.add(row);
+    return [{ name, rows: [row, ...rows.filter((index) => index !== row)], label: data.rows[row].labels.find(({ label }) => label === name) }];
+  });
+}
+
 /**
  * The layer and the map that a label comes from: the random piece, where its figure is of one.
  * @param {{ rows: number[], label: Label }} example
@@ -28,13 +39,13 @@ const cards = { drawn: "" };
 export async function drawCards() {
   const now = [state.run, state.scale, dark.matches, $("cards").clientWidth].join();
   if (cards.drawn === now) return markCard();
-  const examples = bestExamples();
+  const examples = oneCardEach(bestExamples());
   const proofs = await Promise.all(examples.map(proofOf));
   if (state.view !== "heads") return undefined;
   cards.drawn = now;
   $("cards").replaceChildren(...examples.map((example, place) => card(example, proofs[place].row, place)));
   $("cards-what").textContent = examples.length ? "Of each label, the head that has it most."
-    : "No rule holds for any head here, so none has a label. The map of heads and the table have their figures.";
+    : "No rule holds for any head here, so none has a label. The map of heads and the table have their metrics.";
   examples.forEach(({ label }, place) => {
     const { row, layer, map } = proofs[place];
     drawMap(`card-${place}`, row, layer, map, { small: true, guides: expected(label, layer)?.lines ?? [] });
@@ -52,7 +63,7 @@ function card({ name, rows, label }, row, place) {
   map.addEventListener("click", () => chooseCard(rows[0], label));
   const others = rows.slice(1, 7).map((other) => headButton(data.rows[other], () => choose(other)));
   const left = rows.length - 1 - others.length;
-  const on = label.key.endsWith("_random") && row.of.twin ? "on random repeats" : `on the ${row.of.from.grid ? "image" : "text"}`;
+  const on = label.key.endsWith("_random") && row.of.twin ? "on repeated random tokens" : `on the ${row.of.from.grid ? "image" : "text"}`;
   return el("li", { class: "card", "data-label": name }, title, map, el("p", { class: "on-what" }, el("small", {}, `Its map ${on}`)),
     el("p", {}, rule?.why ? `${rule.why[0].toUpperCase()}${rule.why.slice(1)}. ` : "",
       el("small", {}, `${column?.title ?? label.key} ${figure(label.score, column)}`)),

@@ -88,7 +88,7 @@ export function chooseToken(index, direction = state.direction) {
   return redraw();
 }
 
-/** Looks at the text, or at random tokens that come twice: there, at a token of the second time. */
+/** Looks at the text, or at repeated random tokens: there, at a token of the second time. */
 export function lookOn(on) {
   Object.assign(state, { on, ranges: undefined, settled: true });
   return tellBest();

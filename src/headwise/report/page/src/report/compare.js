@@ -62,7 +62,7 @@ function drawChanges() {
     const names = left.map(({ title }) => title[0].toLowerCase() + title.slice(1));
     $("compare-what").append(el("b", {}, ` A is on ${lengths[0]} tokens, B on ${lengths[1]}. Figures that grow with the length are left out of the ranking, and labels that follow them: ${names.join("; ")}.`));
   }
-  $("changed").textContent = !found.length ? "No head’s figures differ."
+  $("changed").textContent = !found.length ? "No head’s metrics differ."
     : labels ? `${counted(labels, "label")} changed. The largest changes:` : "No head’s label changed. The largest changes:";
   $("changes").replaceChildren(...found.slice(0, SENTENCES).map((change) => {
     const button = headButton(change.a, () => chooseChange(change.a, change.column.key, ""));
@@ -94,7 +94,7 @@ function drawStrip() {
   const every = Math.ceil(18 / tall);
   const at = ({ column: place, row }) => ({ layer: layers[row], one: columns[place] });
   picture("strip", {
-    says: { title: "Mean change of each figure, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colours follow the change as a share of the figure’s range over all heads." },
+    says: { title: "Mean change of each metric, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colours follow the change as a share of the metric’s range over all heads." },
     width, height: tall * layers.length + margin.t + margin.b, margin, grid, frames: line < 0 ? [] : frame(column, line),
     x: { range: [-0.5, columns.length - 0.5], ticks: columns.map((one, place) => [place, briefTitle(one)]), turned },
     y: {
@@ -114,7 +114,7 @@ function drawStrip() {
       return showTip(event, [[`Layer ${layer.layer}`, null, counted(layer.heads.length, "head")],
         [`${one.title}, mean change`, null, Number.isNaN(mean) ? "–" : signed(mean, one) + unitName(one)]]);
     },
-  }).setAttribute("aria-label", `Mean change of each figure in each of ${counted(layers.length, "layer")}; the table below has a layer’s heads in pairs`);
+  }).setAttribute("aria-label", `Mean change of each metric in each of ${counted(layers.length, "layer")}; the table below has a layer’s heads in pairs`);
 }
 
 const mostChanged = (heads, key) => heads.reduce((best, pair) => (Math.abs(changeOf(pair, key) ?? 0) > Math.abs(changeOf(best, key) ?? 0) ? pair : best));

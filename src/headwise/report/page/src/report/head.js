@@ -49,7 +49,7 @@ function drawTitle() {
   const row = chosen();
   const { layer } = headShown;
   $("head-title").textContent = headName(row);
-  const streams = layer.kind === "cross" ? `${layer.from.name} looks at ${layer.to.name}` : layer.reads;
+  const streams = layer.kind === "cross" ? `${layer.from.name} attends to ${layer.to.name}` : layer.reads;
   $("head-module").replaceChildren(el("code", {}, row.module), streams ? ` · ${streams}` : "");
   $("head-labels").replaceChildren(...labelLines(row));
   const [rows, cols] = [layer.rows, layer.cols];

@@ -4,6 +4,7 @@ import { $, el } from "../shared/dom.js";
 import { counted, whole } from "../shared/words.js";
 import { data, runs } from "./look.js";
 import { state } from "./state.js";
+import { findings } from "./telling.js";
 
 export function drawHeader() {
   const made = data.provenance;
@@ -24,14 +25,15 @@ export function drawHeader() {
     facts.push(fact(whole(tokens.length), many ? first : what));
   }
   if (many) facts.push(fact(whole(made.texts), data.streams[0].grid ? "images" : "texts"));
-  if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), `nats of loss on ${made.loss ?? "each token"}`));
+  if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), (made.loss ?? "each token").startsWith("each token") ? "loss per token (nats)" : `loss (nats) on ${made.loss}`));
   if (typeof made.loss_first_copy === "number") {
-    facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats of loss on random tokens, the first time → when they come again"));
+    facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "loss on random tokens → on their repetition (nats)"));
   }
   if (runs.length > 1) facts.unshift(fact("AB"[state.run], "is shown:"));
   $("word-repeats").hidden = !data.repeats.length;
   $("word-loss").hidden = runs.every((run) => !lossOf(run));
   $("facts").replaceChildren(...facts);
+  $("finding").textContent = runs.length > 1 ? "" : findings();
   $("notice").hidden = !made.notice;
   $("notice").textContent = made.notice ?? "";
 }

@@ -26,14 +26,14 @@ export const headsView = {
 };
 
 /** Statistics that stand beside the menu of all: of these, the first five that are there. */
-const FAVOURITES = ["entropy", "previous", "induction_random", "first", "max_logit", "same_token", "distance"];
+const FAVOURITES = ["ablation", "importance", "entropy", "previous", "induction_random", "first", "max_logit", "same_token", "distance"];
 
 function drawStatistics() {
   const random = ({ key }) => key.endsWith("_random");
   const option = ({ key, title }) => el("option", { value: key }, title);
   const group = (name, columns) => (columns.length ? [el("optgroup", { label: name }, ...columns.map(option))] : []);
   $("statistic-menu").replaceChildren(el("option", { value: "label" }, "Label"),
-    ...group("on the text", data.columns.filter((column) => !random(column))), ...group("on random repeats", data.columns.filter(random)));
+    ...group("on the text", data.columns.filter((column) => !random(column))), ...group("on repeated random tokens", data.columns.filter(random)));
   $("statistic-menu").value = state.statistic;
   const shown = FAVOURITES.flatMap((key) => data.column.get(key) ?? []).slice(0, 5);
   switches($("statistics"), "statistic", shown.map((column) => [column.key, briefTitle(column), column.title]), state.statistic, chooseStatistic);
@@ -123,16 +123,16 @@ function drawHeads() {
   const box = picture("heads", {
     ...layout, grid, words: headsWords(grid, across, tall), ramp: column ? roundTicks(grid.low, grid.high) : undefined,
     says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
-      : { title: "What every head mostly looks at", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+      : { title: "What every head mostly attends to", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
     click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
     hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
     leave: () => peek({}),
   });
   const title = column?.title ?? "Label";
   box.setAttribute("aria-label",
-    `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; chosen: ${headName(chosen())}. The table has all figures`);
+    `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; chosen: ${headName(chosen())}. The table has all metrics`);
   $("heads-what").textContent = `A head lets each token attend to others. Each cell is a head; ${column
-    ? `its colour shows one figure: ${title}.` : "its colour and glyph show its first label, what it mostly attends to."}`;
+    ? `its colour shows one metric: ${title}.` : "its colour and glyph show its first label, what it mostly attends to."}`;
   $("what").textContent = column?.meaning ?? "";
   drawLegend();
 }

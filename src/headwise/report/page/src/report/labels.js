@@ -48,7 +48,7 @@ export function labelLines(row) {
 /** Over how many random rows, or texts, a figure is a mean; nothing of one text. */
 export function overRows(key) {
   const { random_rows: rows, random_period: period, texts } = data.provenance;
-  if (key.endsWith("_random")) return rows ? `, a mean over ${counted(rows, "row")} of ${period} random tokens that come twice` : "";
+  if (key.endsWith("_random")) return rows ? `, a mean over ${counted(rows, "row")} of ${period} repeated random tokens` : "";
   return texts > 1 ? `, a mean over ${counted(texts, "text")}` : "";
 }
 
@@ -59,8 +59,8 @@ export function brief(row, across) {
   return across < 8 * name.length + 24 ? data.rules.find((rule) => rule.label === name)?.brief ?? name : name;
 }
 
-/** A figure's short name, which says so where it is one of random repeats. */
-export const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (random repeats)` : short);
+/** A figure's short name, which says so where it is one of repeated random tokens. */
+export const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (repeated)` : short);
 
 /** A button with the name of a head, such as `L5H3`. */
 export function headButton(row, act, kind = "plain") {

@@ -68,7 +68,7 @@ function prepare(look) {
 }
 
 /**
- * The layer as it is on random repeats: another text, and whole maps alone.
+ * The layer as it is on repeated random tokens: another text, and whole maps alone.
  * @param {Layer} layer
  * @param {Look} look
  * @returns {Layer}

@@ -35,6 +35,7 @@ async function start() {
   setRuns(JSON.parse(await unpackText("results")));
   if (runs.length > 1) state.view = "compare";
   state.row = runs.length > 1 && headChanges().length ? data.rows.indexOf(headChanges()[0].a) : tellingHead();
+  if (data.rows.every(({ labels }) => !labels.length)) state.statistic = ["ablation", "importance", "entropy"].find((key) => data.column.has(key)) ?? "label";
   startAxes();
   for (const [name, [read]] of allKept()) START[name] = read();
   state.on = runs.length > 1 ? "text" : proofPiece(chosen());

@@ -86,8 +86,8 @@ export function drawMap(id, row, layer, map, { small = false, ticks = !small, gr
   const tall = Math.max(0.5, Math.min(small ? 1 : 1.4, layer.rows.count / layer.cols.count));
   return picture(id, {
     width, height: Math.round(drawnWide * tall) + margin.t + margin.b, margin,
-    x: { ...axis(ranges.xaxis, layer.to, layer.cols, "key: looked at"), turned: 60 },
-    y: axis(ranges.yaxis, layer.from, layer.rows, "query: looks"),
+    x: { ...axis(ranges.xaxis, layer.to, layer.cols, "key"), turned: 60 },
+    y: axis(ranges.yaxis, layer.from, layer.rows, "query"),
     grid: grid ?? { z: mapRows(layer, map), low: 0, high: 1, stops: VIRIDIS }, ramp: small ? undefined : weightMarks(),
     says: {
       title: `${run && `${run}: `}${headName(row)}, ${allLabels(row)}`, marks: weightMarks(), random: layer.isTwin,

@@ -82,7 +82,7 @@ export function guideWords(row, layer, map) {
   const shown = shownLabel(row, layer);
   if (!shown) {
     const hidden = row.labels.find(({ key }) => key.endsWith("_random"));
-    return hidden && !layer.isTwin && row.of.twin ? `Its label ${hidden.label} comes from random repeats: switch to them to see why.` : "";
+    return hidden && !layer.isTwin && row.of.twin ? `Its label ${hidden.label} comes from repeated random tokens: switch to them to see why.` : "";
   }
   const { label, where, lines } = shown;
   const mean = overRows(label.key);  // the label's figure is of more than this piece

@@ -32,7 +32,7 @@ function caption(box) {
   const both = runs.length > 1 && state.view === "compare";
   const source = both ? runs.map((run, index) => `${"AB"[index]}: ${run.title}`).join("; ") : random ? data.provenance.model : data.title;
   return [title ?? `${headName(chosen())}: ${box.parentElement.querySelector("h3")?.textContent || name}`, scale,
-    `${source}${random ? ", on random tokens that come twice" : ""}. headwise look`].filter(Boolean);
+    `${source}${random ? ", on repeated random tokens" : ""}. headwise look`].filter(Boolean);
 }
 
 /** A saved picture's title and words: lines `[text, attributes]`. */

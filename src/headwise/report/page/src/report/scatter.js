@@ -35,9 +35,16 @@ export const scatterView = {
 
 const shownFigures = () => data.columns.map(({ key }) => key).filter((key) => known(data.rows, key).length);
 
-/** Induction by previous token; of what has neither, the first two figures. */
+/** Whether a metric differs enough between heads to be looked at. */
+function varies(key) {
+  const values = known(data.rows, key);
+  return Math.max(...values) - Math.min(...values) > 0.1 * (data.column.get(key).unit === "share" ? 1 : Math.max(...values.map(Math.abs)));
+}
+
+/** Induction by previous token where these vary, else the first two metrics that do. */
 export function startAxes() {
-  const there = shownFigures();
+  const varied = shownFigures().filter(varies);
+  const there = varied.length > 1 ? varied : shownFigures();
   const first = (keys, other) => keys.find((key) => there.includes(key)) ?? other;
   axes.y = first(["induction_random", "induction"], there[1]);
   axes.x = first(["previous_random", "previous"], there[0]);
@@ -109,7 +116,7 @@ function drawScatter() {
   const agreement = rankCorrelation(across, up);
   const said = Number.isNaN(agreement) ? "no rank correlation: one of the two never changes" : `rank correlation ${figure(agreement)} (Spearman)`;
   $("scatter-what").textContent = `${counted(rows.length, "head")}, ${said}.`;
-  $("scatter").setAttribute("aria-label", `${y.title} against ${x.title}: ${counted(rows.length, "head")}, ${said}. The table has all figures`);
+  $("scatter").setAttribute("aria-label", `${y.title} against ${x.title}: ${counted(rows.length, "head")}, ${said}. The table has all metrics`);
   drawScatterLegend(rows);
   const order = [...places].sort((a, b) => data.rows[b][y.key] - data.rows[a][y.key]).slice(0, 10);
   $("highest-title").textContent = `Highest: ${y.title.toLowerCase()}`;

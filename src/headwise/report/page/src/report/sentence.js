@@ -20,15 +20,15 @@ const RELATIONS = {
     words: occurrence, key: "same_token",
   },
   "previous token": { holds: (_, query, key) => query - key === 1, words: () => "the previous token", key: "previous" },
-  itself: { holds: (_, query, key) => query === key, words: () => "itself", key: "self" },
+  self: { holds: (_, query, key) => query === key, words: () => "itself", key: "self" },
   positional: { holds: (_, query, key, by) => key - query === by, words: (layer, query, key) => `the token ${distance(layer, query, key)}` },
   "first token": { holds: (_, query, key) => key === 0, words: () => "the first token", key: "first" },
   "[CLS]": { holds: (_, query, key) => key === 0, words: () => "the first token" },
-  separator: { holds: (layer, _, key) => key > 0 && layer.to.special.includes(key), words: () => "a special token" },
-  delimiter: { holds: ({ to }, _, key) => /^[ \t]*[\p{P}\n\r]+[ \t]*$/u.test(to.pieces?.[key] ?? to.tokens[key]), words: () => "punctuation" },
+  "special tokens": { holds: (layer, _, key) => key > 0 && layer.to.special.includes(key), words: () => "a special token" },
+  punctuation: { holds: ({ to }, _, key) => /^[ \t]*[\p{P}\n\r]+[ \t]*$/u.test(to.pieces?.[key] ?? to.tokens[key]), words: () => "punctuation" },
 };
-const ORDER = ["itself", "previous token", "induction", "duplicate token", "first token"];  // what is said of any head, in this order
-const OF_PATCHES = ["itself", "[CLS]", "separator"];  // of an image, whose patches have no order of reading
+const ORDER = ["self", "previous token", "induction", "duplicate token", "first token"];  // what is said of any head, in this order
+const OF_PATCHES = ["self", "[CLS]", "special tokens"];  // of an image, whose patches have no order of reading
 
 /** The place before the key, if the query's token stands there too; else −1. */
 export function followed(layer, query, key) {
@@ -86,7 +86,7 @@ export const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(
 export function sentence(row, layer, query, found) {
   const cross = layer.kind === "cross";
   const start = [el("b", {}, `Head ${headName(row)}`), cross ? ` at ${layer.from.name}’s ` : " at ", tokenCode(layer.from, query)];
-  if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": of a text of this size, single keys are not kept."];
+  if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": for a text of this size, single keys are not kept."];
   const [[key, value], second] = found;
   const keys = visibleKeys(layer, query);
   const clear = isClear(value, keys);

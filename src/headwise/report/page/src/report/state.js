@@ -5,7 +5,7 @@ import { data } from "./look.js";
 
 export const state = {
   view: "heads", run: 0, row: 0, token: 0,
-  on: "text",           // or "repeats": a short piece of random tokens that come twice
+  on: "text",           // or "repeats": a short piece of repeated random tokens
   direction: "to",      // of the text: "to" where the token looks, "from" who looks at it, "all" received
   scope: "head",        // of the text: the head, or all heads of its layer
   statistic: "label", scale: "root", only: "", filter: "", ranges: undefined,
@@ -25,7 +25,7 @@ export const shownViews = () => Object.entries(views).filter(([, view]) => view.
 export const sceneOf = (row, on = state.on) => (on === "repeats" && row.of.twin) || row.of;
 
 /**
- * On what a head's first label is proved: random repeats where its figure is of them, else the text.
+ * On what a head's first label is proved: repeated random tokens where its figure is of them, else the text.
  * @param {Row} row
  */
 export const proofPiece = (row) => (row.of.twin && row.labels[0]?.key.endsWith("_random") ? "repeats" : "text");

@@ -74,13 +74,13 @@ async function drawAside(row, { isTwin }) {
   const rows = await headRows(row, sceneOf(row, isTwin ? "text" : "repeats"));
   if (mine !== peeks) return;
   const token = tellingToken(row, rows);
-  $("aside").replaceChildren(el("b", {}, isTwin ? "On the text: " : "On random repeats: "), ...sentence(row, rows.layer, token, strongest(rows, token)));
+  $("aside").replaceChildren(el("b", {}, isTwin ? "On the text: " : "On repeated random tokens: "), ...sentence(row, rows.layer, token, strongest(rows, token)));
 }
 
-/** The switch between the text and random repeats, where a layer has both. */
+/** The switch between the text and repeated random tokens, where a layer has both. */
 export function drawPieceSwitch(id, row, on = state.on) {
   $(id).hidden = !row.of.twin;
-  switches($(id), id, [["text", "text"], ["repeats", "random repeats", "A short piece of random tokens that come twice"]],
+  switches($(id), id, [["text", "text"], ["repeats", "repeated random tokens", "A short sequence of repeated random tokens"]],
     on, lookOn);
 }
 

@@ -123,7 +123,7 @@ function listHeads() {
   $("found").textContent = listed.order.length === length ? counted(length, "head") : `${whole(listed.order.length)} of ${counted(length, "head")}`;
   const example = data.columns[0] ? `${data.columns[0].key}>1` : "";
   $("filter-said").textContent = wrong.length
-    ? `Not understood: ${wrong.join(" ")}. A condition is a figure, a sign (<, >, <=, >=) and a number, such as ${example}.`
+    ? `Not understood: ${wrong.join(" ")}. A condition is a metric, a sign (<, >, <=, >=) and a number, such as ${example}.`
     : listed.order.length ? "" : "Nothing matches.";
   $("filter").setAttribute("aria-invalid", String(wrong.length > 0));
   for (const cell of $("table").tHead.rows[0].cells) {

@@ -1,8 +1,10 @@
 // Heads and tokens that are worth showing first.
 
+import { counted, headName, whole } from "../shared/words.js";
 import { NONE, data } from "./look.js";
 import { isClear, isExample, visibleKeys } from "./sentence.js";
 import { strongest } from "./weights.js";
+import { figure } from "./words.js";
 
 /** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
 function surety({ score, threshold, sign = "≥" }) {
@@ -16,6 +18,22 @@ export function bestExamples() {
     const rows = [...data.rows.keys()].filter(of).sort((a, b) => surety(of(b)) - surety(of(a)) || a - b);
     return rows.length ? [{ name, rows, label: of(rows[0]) }] : [];
   });
+}
+
+/** What was found, in a sentence or two: the first labels, and the head that the loss depends on most. */
+export function findings() {
+  const total = data.rows.length;
+  const lead = (key) => data.rows.reduce((best, row) => ((row[key] ?? -Infinity) > (best[key] ?? -Infinity) ? row : best), data.rows[0]);
+  const found = bestExamples().slice(0, 3).map(({ name, rows }, place) => {
+    const heads = place ? String(rows.length) : `${whole(rows.length)} of ${counted(total, "head")} ${rows.length > 1 ? "are" : "is"} labeled`;
+    return `${heads} ${name} (${rows.length > 1 ? "strongest: " : ""}${headName(data.rows[rows[0]])})`;
+  });
+  const parts = [found.length ? `${found.join(", ")}.` : "No head meets the rule of a label."];
+  if (data.column.has("ablation")) {
+    const row = lead("ablation");
+    if (row.ablation > 0) parts.push(`Ablating ${headName(row)} costs most: +${figure(row.ablation, data.column.get("ablation"))} nats of loss.`);
+  } else if (data.column.has("importance")) parts.push(`The loss is most sensitive to ${headName(lead("importance"))}.`);
+  return parts.join(" ");
 }
 
 /** The head to begin with: of the first rule that names one well past its threshold; else the surest of all. */

@@ -31,10 +31,10 @@ function drawTextTitle() {
   const row = chosen();
   const { layer } = textShown[0];
   const cross = layer.kind === "cross";
-  $("text-title").textContent = state.scope === "head" ? `On ${layer.isTwin ? "random repeats" : layer.from.grid ? "the image" : "the text"}` : `Layer ${row.layer}, mean of its ${layer.maps.shape[0]} heads`;
+  $("text-title").textContent = state.scope === "head" ? `On ${layer.isTwin ? "repeated random tokens" : layer.from.grid ? "the image" : "the text"}` : `Layer ${row.layer}, mean of its ${layer.maps.shape[0]} heads`;
   switches($("scopes"), "scope", [["head", "this head"], ["layer", "all heads of the layer"]], state.scope,
     (scope) => { state.scope = scope; remember(); redraw(); });
-  const directions = [["to", "looks at"], ["from", "is looked at by"], ["all", "received in all"]];
+  const directions = [["to", "attends to"], ["from", "is attended to by"], ["all", "total received"]];
   switches($("directions"), "direction", directions, state.direction, (direction) => {
     if (cross && (direction === "to") !== (state.direction === "to")) state.token = 0;
     chooseToken(state.token, direction);
@@ -65,7 +65,7 @@ function drawStreams() {
   box.streams = streams;
   box.replaceChildren(...streams.map((stream, index) => {
     const cross = streams.length > 1;
-    const name = cross ? `${stream.name}: ${index ? "looked at" : "looks"}` : stream.name;
+    const name = cross ? `${stream.name}: ${index ? "keys" : "queries"}` : stream.name;
     const tokens = stream.grid ? pictureBox(stream) : tokenBox(stream);
     tokens.setAttribute("role", "group");
     tokens.setAttribute("aria-label", `${name}; a button for each ${stream.grid ? "patch" : "token"}; arrow keys move`);
@@ -227,8 +227,8 @@ function drawStrongest(layer, weights) {
   const [mine, other] = { to: [layer.from, layer.to], from: [layer.to, layer.from], all: [layer.to, layer.to] }[state.direction];
   const found = [...weights].map((value, index) => [index, value]).filter(([, value]) => value > 0)
     .sort((a, b) => b[1] - a[1]).slice(0, 10);
-  const verb = { to: "looks at", from: "is looked at by" }[state.direction];
-  $("strongest-title").replaceChildren(...(verb ? [tokenCode(mine, state.token), ` at ${state.token} ${verb}`] : ["What is looked at most"]));
+  const verb = { to: "attends to", from: "is attended to by" }[state.direction];
+  $("strongest-title").replaceChildren(...(verb ? [tokenCode(mine, state.token), ` at ${state.token} ${verb}`] : ["Most attended tokens"]));
   const exact = layer.rows.exact && layer.cols.exact;
   const tops = new Set(textShown.length > 1 ? [] : state.direction === "to" ? topKeys(textShown[0], state.token).map(([key]) => key)
     : found.map(([query]) => query).filter((query) => topKeys(textShown[0], query).some(([key]) => key === state.token)));

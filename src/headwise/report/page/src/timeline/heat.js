@@ -176,7 +176,7 @@ function drawRamp({ low, high, log, stops }) {
   const other = alarms.some(({ statistic }) => statistic !== state.statistic);
   $("legend").replaceChildren(...[
     entry(el("span", {}, lowest), ramp, text(high), log ? el("small", {}, "\u00a0(logarithm)") : ""),
-    values.some(Number.isNaN) && entry(swatch("--soft"), "no figure"),
+    values.some(Number.isNaN) && entry(swatch("--soft"), "no value"),
     values.some((value) => value === Infinity) && entry(swatch("--bad"), "not finite"),
     own && entry(symbol("alarm", TRIANGLE), "alarm"),
     other && entry(symbol("alarm other", TRIANGLE), "alarm of another statistic"),
