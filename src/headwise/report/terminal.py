@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .._text import escaped
+from ..capture.head_address import head_label
 from .catalog import COLUMNS, LABEL_STYLES
 from .head_labels import NO_LABEL, RULES
 from .schema import Look
@@ -83,7 +84,7 @@ def best_heads(look: Look) -> str:
             told.add(label["label"])
             heads = sum(label["label"] == one["label"] for of in look.rows for one in of["labels"])
             where = " on repeated random tokens" if label["key"].endswith("_random") else ""
-            name = escaped(f"L{row['layer']}H{row['head']}")
+            name = escaped(head_label(row["layer"], row["head"]))
             lines.append(
                 f"{name:>6}  {escaped(label['label'])}: {escaped(why.get(label['key'], ''))} "
                 f"({format_metric(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
@@ -167,7 +168,7 @@ def _drawn(
         label = Text(", ").join(labels) if whole else labels[0] + rest
         values = (row.get(key) for key in keys)
         figures = ("–" if v is None or not math.isfinite(v) else written(v) for v in values)
-        drawn.add_row(escaped(f"L{row['layer']}H{row['head']}"), label, *figures)
+        drawn.add_row(escaped(head_label(row["layer"], row["head"])), label, *figures)
     return drawn
 
 
