@@ -208,7 +208,7 @@ def test_quiet_prints_the_table_alone(small: Path, capsys: pytest.CaptureFixture
     assert not lines[0].strip()
     assert lines[-1].startswith("page: ")
     assert "Means over queries" not in out
-    assert sum(re.match(r" *\d\.\d ", line) is not None for line in lines) == 4
+    assert sum(re.match(r" *L\dH\d ", line) is not None for line in lines) == 4
 
 
 def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def look(
     top: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Heads in the table, the most best_heads first; 0: all."
+            min=0, metavar="N", help="Heads in the table, the most salient first; 0: all."
         ),
     ] = TOP,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
@@ -122,7 +122,7 @@ def look(
     """See what every head of a model does on a text: a table, and one page that needs no network.
 
     Takes causal models, encoders and encoder–decoders with a text, vision transformers with an
-    image. Of many texts, figures are means with standard errors, and maps are of the first.
+    image. Of many texts, metrics are means with standard errors, and maps are of the first.
     `torchrun` spreads many texts over processes.
 
     Example: `headwise look --text "The cat sat on the mat, and the cat slept."`
@@ -290,10 +290,10 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
         names = titles([one.provenance for one in looks])
         changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
         drawn, left_out = fit_table(changes, screen.width, format_difference)
-        before = f"A: {names[0]}\nB: {names[1]}\nB − A of every figure:"
-        after = [f"{alone} heads are in one of the two alone and are left out."] if alone else []
+        before = f"A: {names[0]}\nB: {names[1]}\nB − A of every metric:"
+        after = [f"{alone} heads are in only one of the two and are omitted."] if alone else []
         if left_out:
-            after.append(f"Left out of this narrow terminal: {'; '.join(left_out)} (see --json).")
+            after.append(f"Omitted columns: {'; '.join(left_out)} (see --json).")
         _print(screen, before, drawn, "\n".join(after))
     if out is not None:
         print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)

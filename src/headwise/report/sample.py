@@ -237,11 +237,7 @@ class TokenSubject(Subject):
         return Encoded(kept, places, len(ids), self.words.pieces(kept))
 
     def part(
-        self,
-        name: str,
-        ids: list[int],
-        special: tuple[int, ...],
-        pieces: list[str] | None = None,
+        self, name: str, ids: list[int], special: tuple[int, ...], pieces: list[str] | None = None
     ) -> Part:
         """Return a stream of tokens. Delimiters are found by their text; special tokens other than
         the first are separators."""
@@ -297,12 +293,7 @@ class TokenSubject(Subject):
             drawn = torch.stack([order[:period].repeat(2) for order in orders]) + 1
         else:
             drawn = repeated_tokens(
-                rows,
-                2 * period,
-                len(drawable) + 1,
-                generator,
-                shortest=period,
-                longest=period,
+                rows, 2 * period, len(drawable) + 1, generator, shortest=period, longest=period
             )
         parts = [drawable[drawn - 1]]
         for place, tokens in ((0, before), (2, after)):

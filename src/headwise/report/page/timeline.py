@@ -119,10 +119,7 @@ def render_timeline(
     coding = _coding(runs)
     while len(results := _packed(runs, left_out, coding, reread)) > LARGEST:
         coding = Coding(2, False, coding.steps + 1)
-    parts = {
-        "title": html.escape(" and ".join(one.name for one in runs)),
-        "results": results,
-    }
+    parts = {"title": html.escape(" and ".join(one.name for one in runs)), "results": results}
     return fill(part("timeline.html"), parts)
 
 
