@@ -24,7 +24,7 @@ from headwise.models.corpus import TextError
 from headwise.report import LookError, look
 from headwise.report.folders import load_folder
 from headwise.report.head_labels import is_delimiter
-from headwise.report.samples import Texts
+from headwise.report.samples import TextFile
 from headwise.report.schema import Look, load
 from headwise.report.subjects import subject_of
 from headwise.report.terminal import summary
@@ -300,7 +300,7 @@ def test_a_long_text_is_cut_between_the_added_tokens(folders: dict[str, Path]) -
     model, tokenizer = load_folder(folders["bert"])
     seen = look(model, tokenizer, TEXT, context=5)
     assert seen.streams[0].tokens == ["[CLS]", "so", "much", ",", "[SEP]"]
-    assert "the context asked for ends" in seen.provenance["notice"]
+    assert "the given context ends" in seen.provenance["notice"]
     long = look(model, tokenizer, TEXT * 9)
     assert len(long.streams[0].tokens) == 64
     assert "the model's context ends" in long.provenance["notice"]
@@ -403,22 +403,22 @@ def test_texts_are_held_one_at_a_time(folders: dict[str, Path]) -> None:
 def test_texts_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "texts"
     file.write_text("one\n\n  two \r\nthree", encoding="utf-8")
-    texts = Texts(file)
+    texts = TextFile(file)
     assert (len(texts), list(texts), list(texts)) == (3, ["one", "  two ", "three"], [*texts])
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("b.txt", "a.txt", "c.md"):
         (folder / name).write_text(f"{name}\nsecond line\n", encoding="utf-8")
-    assert list(Texts(folder)) == ["a.txt\nsecond line\n", "b.txt\nsecond line\n"]
-    assert len(Texts(folder)) == 2
+    assert list(TextFile(folder)) == ["a.txt\nsecond line\n", "b.txt\nsecond line\n"]
+    assert len(TextFile(folder)) == 2
     (folder / "b.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(TextError, match=r"b\.txt: not UTF-8"):
-        list(Texts(folder))
+        list(TextFile(folder))
     for name, data in (("empty", b"\n \n"), ("latin", "naïve".encode("latin-1"))):
         (tmp_path / name).write_bytes(data)
     for name, says in (("empty", "empty"), ("latin", "not UTF-8"), ("gone", "no such file")):
         with pytest.raises(TextError, match=says):
-            Texts(tmp_path / name)
+            TextFile(tmp_path / name)
 
 
 # --- what heads do to the loss ------------------------------------------------------------------

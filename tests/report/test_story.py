@@ -111,7 +111,7 @@ def test_the_page_opens_on_the_surest_head_and_tells_its_story(browser: Any, tab
         ["previous", "token", "1"],
         ["unlabeled", "1"],
     ]
-    assert fresh.text("#missing") == "Found in no head: first token, itself, broad, local."
+    assert fresh.text("#missing") == "Found in no head: first token, self, broad, local."
     fresh.close()
 
 

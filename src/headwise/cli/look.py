@@ -28,7 +28,7 @@ from ..report.look import look as look_at
 from ..report.page import check_out, write_page
 from ..report.page.report import titles
 from ..report.sample import LookError
-from ..report.samples import Texts
+from ..report.samples import TextFile
 from ..report.schema import Look, load
 from ..report.terminal import TOP, best_heads, fit_table, format_difference, summary, table
 from ..weights.folders import read_config
@@ -224,7 +224,7 @@ def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) 
     if image is not None:
         return image, image.name
     if texts is not None:
-        return Texts(texts), _name(texts)
+        return TextFile(texts), _name(texts)
     if text is not None:
         if _is_text(text):
             return text, f"“{shorten(text, 60, placeholder='…')}”"

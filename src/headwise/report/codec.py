@@ -2,7 +2,7 @@
 
 A *grid* is a dict: `shape`; `planes`, how many bytes a number has; and `data`, all high bytes, then
 the lower ones, packed with gzip and base64 (apart, because high bytes repeat and gzip finds that
-out). What the numbers stand for is said by the other keys, see `pack`, `pack_whole`, `pack_float`.
+out). The other keys define what the numbers stand for, see `pack`, `pack_whole`, `pack_float`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Collected:
 def collect(
     model: nn.Module,
     sample: Sample,
-    found: Collected,
+    collected: Collected,
     forward: Callable[[], object],
     *,
     resolution: Resolution | None,
@@ -139,7 +139,7 @@ def collect(
         shown = [] if resolution is None else _drawn(kind, place, resolution)
         readings = call.observe([*asked, *shown], Looking())
         names = [name for statistic in asked for name in statistic.names]
-        _check(readings["entropy"], place, len(found.seen.modules))
+        _check(readings["entropy"], place, len(collected.seen.modules))
         figures = {name: readings[name] for name in names}
         layer = (
             None if resolution is None else _layer(place, kind, queries, keys, readings, resolution)
@@ -148,21 +148,21 @@ def collect(
 
         def keep(there: int) -> None:
             counts = looked_at, there
-            found.seen.add(place.name, figures, place.heads, queries=counts)
-            found.modules[place.name] = place.module
+            collected.seen.add(place.name, figures, place.heads, queries=counts)
+            collected.modules[place.name] = place.module
             if layer is not None:
-                found.layers.append(layer)
-            found.passed()
+                collected.layers.append(layer)
+            collected.passed()
 
         call.once_whole(keep)
 
     with calls_of(model, on_call) as net:
         forward()
-    found.seen.left_out |= net.names.left_out
+    collected.seen.left_out |= net.names.left_out
 
 
 def collect_on_repeats(
-    model: nn.Module, sample: Sample, found: Collected, forward: Callable[[], object]
+    model: nn.Module, sample: Sample, collected: Collected, forward: Callable[[], object]
 ) -> None:
     """Add the statistics of self-attention on repeated random tokens."""
 
@@ -172,15 +172,15 @@ def collect_on_repeats(
         if kind == "self" and ids is not None:
             asked = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
             readings = call.observe(asked, Looking())
-            call.once_whole(lambda _: found.repeats.add(place.name, readings, place.heads))
-        call.once_whole(lambda _: found.passed())
+            call.once_whole(lambda _: collected.repeats.add(place.name, readings, place.heads))
+        call.once_whole(lambda _: collected.passed())
 
     with calls_of(model, on_call):
         forward()
 
 
 def collect_short_repeat(
-    model: nn.Module, sample: Sample, found: Collected, forward: Callable[[], object]
+    model: nn.Module, sample: Sample, collected: Collected, forward: Callable[[], object]
 ) -> None:
     """Keep the attention weights of self-attention on a short repeated piece."""
     maps: dict[str, np.ndarray] = {}
@@ -190,13 +190,13 @@ def collect_short_repeat(
         if kind == "self" and sample.parts[keys].ids is not None:
             drawn = _first_row(call.observe([Map(place.keys)], Looking())["map"])
             call.once_whole(lambda _: maps.update({place.name: drawn}))
-        call.once_whole(lambda _: found.passed())
+        call.once_whole(lambda _: collected.passed())
 
     with calls_of(model, on_call):
         forward()
-    found.layers[:] = [
+    collected.layers[:] = [
         replace(layer, repeat=maps.get(layer.name) if layer.kind == "self" else None)
-        for layer in found.layers
+        for layer in collected.layers
     ]
 
 
@@ -333,16 +333,16 @@ class Ranks:
 
         return [sum(one) for one in zip(*gathered(numbers), strict=True)]
 
-    def merge(self, found: Collected) -> None:
-        """Merge what all ranks collected into `found`; the layers shown are those of rank 0."""
+    def merge(self, collected: Collected) -> None:
+        """Merge what all ranks collected into `collected`; the layers shown are those of rank 0."""
         if self.size == 1:
             return
         from ..parallel.merging import gathered
 
-        parts = gathered((found.seen, found.layers, found.modules))
-        found.seen = sum((seen for seen, _, _ in parts), Watched(running=True))
-        found.layers = parts[0][1]
-        found.modules = {k: v for _, _, modules in reversed(parts) for k, v in modules.items()}
+        parts = gathered((collected.seen, collected.layers, collected.modules))
+        collected.seen = sum((seen for seen, _, _ in parts), Watched(running=True))
+        collected.layers = parts[0][1]
+        collected.modules = {k: v for _, _, modules in reversed(parts) for k, v in modules.items()}
 
     def merged(self, effects: HeadEffects | None) -> HeadEffects:
         """Merge the effects of all ranks; `None` for a rank without a text."""

@@ -133,7 +133,7 @@ def load_folder(
     transformers = _transformers(folder)
     with _one_line(folder), _quiet(transformers):
         model_class = _class_of(transformers, folder, config, name)
-        model, told = model_class.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
@@ -142,7 +142,7 @@ def load_folder(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        _check_weights(folder, told)
+        _check_weights(folder, loading_info)
         for weight, values in model.named_parameters():
             check_values(values, f"{folder}: {weight}")
         reader = _reader(transformers, folder, images=model.main_input_name == "pixel_values")
@@ -208,13 +208,13 @@ def _class_of(transformers: Any, folder: Path, config: dict[str, Any], name: str
     )
 
 
-def _check_weights(folder: Path, told: dict[str, Any]) -> None:
+def _check_weights(folder: Path, loading_info: dict[str, Any]) -> None:
     """Raise FolderError if weights are missing, as transformers would initialize them at random.
 
     Poolers are exempt: they come after the attention, and base models are often stored without.
     """
-    missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
-    apart = sorted(str(one[0]) for one in told.get("mismatched_keys", ()))
+    missing = sorted(name for name in loading_info["missing_keys"] if "pooler" not in name)
+    apart = sorted(str(one[0]) for one in loading_info.get("mismatched_keys", ()))
     for names, fault in ((missing, "missing from the weights"), (apart, "of another shape")):
         if names:
             raise FolderError(f"{folder}: {and_more(names)}: {fault}, and {CONFIG} calls for it")

@@ -84,7 +84,7 @@ def look(
             the likeliest token each time, at most 48 of them.
         context: how many tokens of a text to look at, at most the model's own context; without, as
             many as that, but not over 2,048.
-        seed: of the random tokens, and of those that a masked language model is asked for.
+        seed: of the random tokens, and of the tokens masked for a masked language model.
         importance: also `importance()` of every head, on the texts' own loss. A model that has none
             goes without, and the notice says so.
         ablation: also `ablation_scan()`, which is a forward for each head and text.
@@ -132,8 +132,8 @@ def look(
             importance, ablation, lacking = False, False, _no_loss_notice(subject)
     mean_loss = subject.mean_loss if loss is None else _user_loss(loss)
     with evaluating(model), torch.no_grad():
-        found, first, facts = _collect_all(subject, samples, seed, report_progress, shared)
-        repeats = _on_a_short_repeat(subject, seed, found)
+        collected, first, facts = _collect_all(subject, samples, seed, report_progress, shared)
+        repeats = _on_a_short_repeat(subject, seed, collected)
         effects, own = [], samples.read > 0  # a rank may have no text
         if importance:
             report_progress("importance", 0.0)
@@ -150,8 +150,8 @@ def look(
                 )
             effects.append(shared.merged(scan).table())
     streams = [part.stream for part in first.parts]
-    rows = rows_of(found, streams, effects, errors=facts["texts"] > 1)
-    layers, offsets = behind_only(found.layers)
+    rows = rows_of(collected, streams, effects, errors=facts["texts"] > 1)
+    layers, offsets = behind_only(collected.layers)
     facts["notice"] = " ".join(filter(None, (facts["notice"], lacking))) or None
     return Look(
         rows=rows,
@@ -183,51 +183,53 @@ def _collect_all(
     resolution = resolution_of(places)
     own = None if samples.number is None else len(samples)
     # repeated random tokens are run twice: many rows for the figures, a short one to be shown
-    found = Collected(_steps(report_progress, len(places), own, 2 * (repeats is not None)))
+    collected = Collected(_steps(report_progress, len(places), own, 2 * (repeats is not None)))
     total, number = 0.0, 0
     for sample in samples:
         drawn = resolution if sample is first else None
         losses = _run(
-            subject, sample, partial(collect, subject.model, sample, found, resolution=drawn)
+            subject, sample, partial(collect, subject.model, sample, collected, resolution=drawn)
         )
         if losses is None and subject.loss_of:  # of another forward, with tokens hidden
             losses = subject.losses(sample)
         if losses is not None:
             total, number = total + float(losses.sum()), number + losses.numel()
     total, number, read, short = shared.sums(total, number, samples.read, samples.short)
-    shared.merge(found)
+    shared.merge(collected)
     facts = {
-        **_facts_of(subject, first, (int(read), int(short)), _skipped_modules(found.seen.left_out)),
+        **_facts_of(
+            subject, first, (int(read), int(short)), _skipped_modules(collected.seen.left_out)
+        ),
         "layers": len(places),
         "heads": sum(place.heads for place in places),
         "map_side": resolution.map_side,
         "top_keys": resolution.top_keys,
         "loss_text": total / number if number else None,
     }
-    return found, first, facts | _on_repeats(subject, repeats, found)
+    return collected, first, facts | _on_repeats(subject, repeats, collected)
 
 
-def _on_repeats(subject: Subject, repeats: Sample | None, found: Collected) -> dict[str, Any]:
+def _on_repeats(subject: Subject, repeats: Sample | None, collected: Collected) -> dict[str, Any]:
     """Run the model on repeated random tokens; return its losses on either copy."""
     if repeats is None:
         return {}
-    losses = _run(subject, repeats, partial(collect_on_repeats, subject.model, repeats, found))
+    losses = _run(subject, repeats, partial(collect_on_repeats, subject.model, repeats, collected))
     facts = {"random_rows": RANDOM_ROWS, "random_period": repeats.period}
     copies: list[float | None] = [None, None]
     if losses is not None and repeats.period > 1:
-        # Nothing foretells that a copy begins, so its first token does not count.
+        # The start of a copy is unpredictable, so its first token does not count.
         start, stop = repeats.period, 2 * repeats.period - 1
         copies = [float(part.mean()) for part in (losses[:, : start - 1], losses[:, start:stop])]
     return {**facts, "loss_first_copy": copies[0], "loss_second_copy": copies[1]}
 
 
-def _on_a_short_repeat(subject: Subject, seed: int, found: Collected) -> list[Stream]:
+def _on_a_short_repeat(subject: Subject, seed: int, collected: Collected) -> list[Stream]:
     """Run the model on one short repeated piece whose maps are kept; return its tokens."""
-    heads = sum(layer.heads for layer in found.layers)
+    heads = sum(layer.heads for layer in collected.layers)
     repeat = subject.repeats(seed, 1, short_period(heads), legible=True)
     if repeat is None:
         return []
-    _run(subject, repeat, partial(collect_short_repeat, subject.model, repeat, found))
+    _run(subject, repeat, partial(collect_short_repeat, subject.model, repeat, collected))
     return [part.stream for part in repeat.parts]
 
 
@@ -337,7 +339,7 @@ def _truncated(first: Sample, subject: Subject) -> str | None:
     shown = len(first.parts[0])
     if first.total <= shown:
         return None
-    why = "the context asked for ends there"
+    why = "the given context ends there"
     if shown == subject.longest:
         why = "the model's context ends there"
     elif subject.context is None:

@@ -16,7 +16,7 @@ AHEAD = ("next", "ahead_2", "ahead_3")
 
 
 def rows_of(
-    found: Collected,
+    collected: Collected,
     streams: Sequence[Stream],
     effects: Sequence[Sequence[Mapping[str, Any]]],
     *,
@@ -31,20 +31,20 @@ def rows_of(
         streams: of the first text; layers count in them.
         effects: tables of what heads do to a loss, as `importance()` and `ablation_scan()` give.
     """
-    numbers = {name: number for number, name in enumerate(found.seen.modules)}
-    causal = {layer.name for layer in found.layers if layer.causal}
+    numbers = {name: number for number, name in enumerate(collected.seen.modules)}
+    causal = {layer.name for layer in collected.layers if layer.causal}
     classed = {
         layer.name
-        for layer in found.layers
+        for layer in collected.layers
         if layer.kind == "self" and not layer.causal and 0 in streams[layer.keys].special
     }
-    random = {(row["module"], row["head"]): row for row in _random(found)}
+    random = {(row["module"], row["head"]): row for row in _random(collected)}
     by_head: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for table in effects for row in table):
         by_head.setdefault((row["module"], row["head"]), {}).update(row)
     rows = []
-    for row in found.seen.table(texts=errors):
-        module = found.modules[row["module"]]
+    for row in collected.seen.table(texts=errors):
+        module = collected.modules[row["module"]]
         unknown = AHEAD if row["module"] in causal else ()
         figures = dict(_figures(row, "", unknown))
         figures |= dict(_figures(random.get((row["module"], row["head"]), {}), "_random", ()))
@@ -64,8 +64,8 @@ def rows_of(
     return rows
 
 
-def _random(found: Collected) -> list[dict[str, Any]]:
-    return found.repeats.table() if found.repeats.modules else []
+def _random(collected: Collected) -> list[dict[str, Any]]:
+    return collected.repeats.table() if collected.repeats.modules else []
 
 
 def _figures(

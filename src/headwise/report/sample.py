@@ -20,7 +20,7 @@ from .head_labels import is_delimiter
 from .schema import Stream
 from .tokens import AnyTokenizer, Encoded, LookError, TokenStrings, ids_of
 
-DEFAULT_CONTEXT = 2048  # tokens of a text that are looked at, unless more are asked for
+DEFAULT_CONTEXT = 2048  # tokens of a text that are read by default
 RANDOM_ROWS = 8
 RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens
 CANDIDATES = 4096  # tokens among which those of letters are looked for
@@ -63,7 +63,7 @@ class Sample:
         """Return the streams of a call's queries and keys: `self` or `cross`, and two indices.
 
         Of an encoder and a decoder, modules inside the encoder read the first stream. In the
-        decoder lengths tell; of streams of equal length, the module's name. A length that is no
+        decoder lengths decide; for streams of equal length, the module's name. A length that is no
         stream's becomes a stream of its own, of numbered positions.
         """
         if len(self.parts) > 1 and not module.startswith(self.encoder):

@@ -1,4 +1,4 @@
-"""Texts, one or many, read one at a time and made into what a model reads."""
+"""TextFile, one or many, read one at a time and made into what a model reads."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Samples:
         Raises:
             TextError: no text of at least two tokens.
         """
-        return self._found[1]
+        return self._first[1]
 
     @cached_property
-    def _found(self) -> tuple[int, Sample]:
+    def _first(self) -> tuple[int, Sample]:
         """Return the index of the first text that can be read, and its sample."""
         texts, before = iter(self._texts), []
         for number, text in enumerate(texts):
@@ -69,7 +69,7 @@ class Samples:
 
     def _own(self, number: int) -> bool:
         """Return True if a text is this rank's."""
-        after = number - self._found[0]
+        after = number - self._first[0]
         return after % self._ranks == self._rank if after >= 0 else self._rank == 0
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Samples:
 
     def __iter__(self) -> Iterator[Sample]:
         self.read = self.short = 0
-        begin, first = self._found
+        begin, first = self._first
         for number, text in enumerate(self._texts):
             if not self._own(number):
                 continue
@@ -91,7 +91,7 @@ class Samples:
                 yield sample
 
 
-class Texts:
+class TextFile:
     """The texts of a file, one a line, blank lines left out; or of a folder's `.txt` files, by
     name, each of them one text.
 
@@ -111,7 +111,7 @@ class Texts:
         return self._number
 
     def __iter__(self) -> Iterator[str]:
-        return self._lines() if self._files is None else map(_whole, self._files)
+        return self._lines() if self._files is None else map(_read_whole, self._files)
 
     def _lines(self) -> Iterator[str]:
         with _as_text_error(self.path), self.path.open(encoding="utf-8-sig") as file:
@@ -120,7 +120,7 @@ class Texts:
                     yield line.rstrip("\n")
 
 
-def _whole(path: Path) -> str:
+def _read_whole(path: Path) -> str:
     with _as_text_error(path):
         return path.read_text(encoding="utf-8-sig")
 

@@ -217,7 +217,7 @@ class Look:
         try:
             return _look_of(json.loads(text))
         except (*_DAMAGE, MemoryError) as error:
-            raise LookFileError(f"no look that headwise saved ({_said(error)})") from error
+            raise LookFileError(f"no look that headwise saved ({_explain(error)})") from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_json()` to a file, whole or not at all."""
@@ -242,7 +242,7 @@ def load(path: str | os.PathLike[str]) -> Look:
         raise LookFileError(f"{path}: cannot be read ({error.strerror})") from error
     except _DAMAGE as error:
         raise LookFileError(
-            f"{path}: {_said(error)}; give a file of `headwise look --save` or one of its pages"
+            f"{path}: {_explain(error)}; give a file of `headwise look --save` or one of its pages"
         ) from error
 
 
@@ -253,7 +253,7 @@ def _only_one(looks: list[dict[str, Any]]) -> str:
     return json.dumps(looks[0])
 
 
-def _said(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     return "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
@@ -307,20 +307,20 @@ def _similarity(values: np.ndarray | None) -> dict[str, Any] | None:
     return {"heads": len(values), **pack(above[None], BYTE if above.size <= FINE_PAIRS else 31)}
 
 
-def _look_of(made: dict[str, Any]) -> Look:
-    if not isinstance(made, dict) or made.get("format") != FORMAT:
+def _look_of(document: dict[str, Any]) -> Look:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"it does not begin with the format {FORMAT!r}")
-    _check_kinds(made)
+    _check_kinds(document)
     look = Look(
-        rows=made["rows"],
-        layers=[_layer_of(layer) for layer in made["layers"]],
-        streams=[_stream_of(stream) for stream in made["streams"]],
-        provenance=made["provenance"],
-        columns=made["columns"],
-        rules=made["rules"],
-        offsets=made["offsets"],
-        similarity=_similarity_of(made["similarity"]),
-        repeats=[_stream_of(stream) for stream in made.get("repeats", [])],
+        rows=document["rows"],
+        layers=[_layer_of(layer) for layer in document["layers"]],
+        streams=[_stream_of(stream) for stream in document["streams"]],
+        provenance=document["provenance"],
+        columns=document["columns"],
+        rules=document["rules"],
+        offsets=document["offsets"],
+        similarity=_similarity_of(document["similarity"]),
+        repeats=[_stream_of(stream) for stream in document.get("repeats", [])],
     )
     if len(look.rows) != sum(layer.heads for layer in look.layers):
         raise ValueError(f"{len(look.rows)} rows are not one for each head")
@@ -335,20 +335,20 @@ def _look_of(made: dict[str, Any]) -> Look:
     return look
 
 
-def _check_kinds(made: dict[str, Any]) -> None:
+def _check_kinds(document: dict[str, Any]) -> None:
     """Check the types of the values in a document.
 
     Raises:
         KeyError, TypeError: something is missing, or of another kind.
     """
     for part in ("rows", "columns", "rules", "offsets", "streams", "layers"):
-        _must_be(list, made[part], part)
-    _must_be(dict, made["provenance"], "provenance")
-    for name, value in made["provenance"].items():
+        _must_be(list, document[part], part)
+    _must_be(dict, document["provenance"], "provenance")
+    for name, value in document["provenance"].items():
         _must_be(FACTS.get(name, object), value, name)
-    for column in made["columns"]:
+    for column in document["columns"]:
         _must_be(str, column["key"], "a column's key")
-    for row in made["rows"]:
+    for row in document["rows"]:
         figures = dict(row)
         for name, kind in (("layer", int), ("head", int), ("module", str), ("labels", list)):
             _must_be(kind, figures.pop(name), name)
@@ -356,11 +356,11 @@ def _check_kinds(made: dict[str, Any]) -> None:
             _must_be(str, label["label"], "a label")
         for name, value in figures.items():
             _must_be(int | float | None, value, name)
-    for stream in [*made["streams"], *made.get("repeats", [])]:
+    for stream in [*document["streams"], *document.get("repeats", [])]:
         _must_be(str, stream["name"], "a stream's name")
         for token in [*stream["tokens"], *(stream.get("pieces") or [])]:
             _must_be(str, token, "a token")
-    for layer in made["layers"]:
+    for layer in document["layers"]:
         _must_be(str, layer["name"], "a layer's name")
         if min(layer["queries"], layer["keys"]) < 0:
             raise TypeError(f"{layer['name']} has a stream below 0")
@@ -372,28 +372,30 @@ def _must_be(kind: Any, value: Any, name: str) -> None:
         raise TypeError(f"{name} is {type(value).__name__}, and {wanted} was expected")
 
 
-def _stream_of(made: dict[str, Any]) -> Stream:
-    picture = made["picture"] and base64.b64decode(made["picture"])
-    grid = made["grid"] and (made["grid"][0], made["grid"][1])
-    pieces = made.get("pieces")
-    if pieces is not None and len(pieces) != len(made["tokens"]):
+def _stream_of(document: dict[str, Any]) -> Stream:
+    picture = document["picture"] and base64.b64decode(document["picture"])
+    grid = document["grid"] and (document["grid"][0], document["grid"][1])
+    pieces = document.get("pieces")
+    if pieces is not None and len(pieces) != len(document["tokens"]):
         raise ValueError(f"{len(pieces)} pieces of text are not one for each token")
-    return Stream(made["name"], made["tokens"], tuple(made["special"]), grid, picture, pieces)
+    return Stream(
+        document["name"], document["tokens"], tuple(document["special"]), grid, picture, pieces
+    )
 
 
-def _layer_of(made: dict[str, Any]) -> Layer:
+def _layer_of(document: dict[str, Any]) -> Layer:
     arrays = ("maps", "top_keys", "top_weights", "entropy", "received")
-    fields = {key: made[key] for key in ("name", "kind", "causal", "queries", "keys")}
-    fields |= {key: unpack(made[key]) for key in arrays}
+    fields = {key: document[key] for key in ("name", "kind", "causal", "queries", "keys")}
+    fields |= {key: unpack(document[key]) for key in arrays}
     for key in ("offsets", "repeat"):  # a file of an earlier version has no repeat
-        fields[key] = None if made.get(key) is None else unpack(made[key])
-    fields["visible"] = None if made.get("visible") is None else np.array(made["visible"])
+        fields[key] = None if document.get(key) is None else unpack(document[key])
+    fields["visible"] = None if document.get("visible") is None else np.array(document["visible"])
     return Layer(**fields)
 
 
-def _similarity_of(made: dict[str, Any] | None) -> np.ndarray | None:
-    if made is None:
+def _similarity_of(document: dict[str, Any] | None) -> np.ndarray | None:
+    if document is None:
         return None
-    values = np.eye(made["heads"], dtype=np.float32)
-    values[np.triu_indices(made["heads"], 1)] = unpack(made)[0]
+    values = np.eye(document["heads"], dtype=np.float32)
+    values[np.triu_indices(document["heads"], 1)] = unpack(document)[0]
     return np.maximum(values, values.T)

@@ -1,4 +1,4 @@
-"""How models are called: modules of token ids, and models of `transformers`."""
+"""Ways to call models: modules of token ids, and models of `transformers`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Plain(TokenSubject):
         return cross_entropy(logits[:, :-1], sample.labels[:, 1:])
 
 
-HIDDEN = 0.15  # the share of tokens that a masked language model is asked for (Devlin et al. 2018)
+HIDDEN = 0.15  # the share of tokens that are masked (Devlin et al. 2018)
 WRITTEN = 48  # tokens that an encoder–decoder model writes where no target is given
 
 _LENGTHS = (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TOP = 24
-"""Heads in a table, unless more are asked for."""
+"""Heads in a table by default."""
 
 # The order in which a narrow terminal goes without columns; they stay in --json and on the page.
 SPARE = (

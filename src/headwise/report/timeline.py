@@ -91,9 +91,9 @@ class Timeline:
         """Return a row for each head with its values at the recorded step of that index."""
         rows: list[dict[str, Any]] = [{"layer": layer, "head": n} for layer, n in self.heads]
         for name, track in self.tracks.items():
-            for column, found in ((name, track.values), (f"{name}_se", track.errors)):
-                if found is not None:
-                    for row, value in zip(rows, found[place].tolist(), strict=True):
+            for column, series_values in ((name, track.values), (f"{name}_se", track.errors)):
+                if series_values is not None:
+                    for row, value in zip(rows, series_values[place].tolist(), strict=True):
                         row[column] = value
         return rows
 
@@ -147,11 +147,11 @@ def file_of(path: Path) -> Path:
         return path
     if (path / HISTORY).is_file():
         return path / HISTORY
-    found = sorted(path.glob("*.sqlite"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(one.name for one in found)
+    series_values = sorted(path.glob("*.sqlite"))
+    if len(series_values) == 1:
+        return series_values[0]
+    if series_values:
+        names = ", ".join(one.name for one in series_values)
         raise TimelineError(f"{path}: there are several histories in it; name one: {names}")
     raise FileNotFoundError(
         f"{path}: there is no history in it; record one with `headwise train --monitor` or "
@@ -190,9 +190,9 @@ def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
     there = np.isin(series.steps, steps)
     place = np.searchsorted(steps, series.steps[there])
 
-    def spread(found: Array) -> Array:
+    def spread(series_values: Array) -> Array:
         whole = np.full((len(steps), heads), np.nan)
-        whole[place] = found[there][:, :heads]
+        whole[place] = series_values[there][:, :heads]
         return whole
 
     sampled = bool(series.sampled.any())
@@ -219,8 +219,8 @@ def matched(one: Timeline, other: Timeline) -> tuple[Timeline, Timeline, list[st
     """
     heads = [head for head in one.heads if head in set(other.heads)]
     names = [name for name in one.tracks if name in other.tracks]
-    for found, what in ((heads, "head"), (names, "statistic")):
-        if not found:
+    for series_values, what in ((heads, "head"), (names, "statistic")):
+        if not series_values:
             raise TimelineError(
                 f"{one.name} and {other.name} have no {what} in common; compare two runs of one "
                 f"model"
@@ -251,7 +251,7 @@ def _shared(run: Timeline, heads: list[tuple[str, int]]) -> list[str]:
     return [f"{layer} {head}".strip() for layer, head in run.heads if layer in layers]
 
 
-def _only_in_one(what: str, one: list[str], other: list[str]) -> list[str]:
+def _only_in_one(kind: str, one: list[str], other: list[str]) -> list[str]:
     """Describe what is in only one of two.
 
     >>> _only_in_one("layers", ["a", "b", "c", "d", "e"], ["a", "f"])
@@ -261,7 +261,7 @@ def _only_in_one(what: str, one: list[str], other: list[str]) -> list[str]:
     for name, mine, theirs in (("A", one, other), ("B", other, one)):
         alone = [escaped(x) or "the model" for x in mine if x not in set(theirs)]
         if alone:
-            said.append(f"{what} in {name} alone: {and_more(alone)}")
+            said.append(f"{kind} in {name} alone: {and_more(alone)}")
     return said
 
 

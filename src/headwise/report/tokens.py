@@ -208,7 +208,7 @@ def pieces_by_decoding(
     """
     pieces = [""] * len(ids)
     own = [place for place in range(len(ids)) if place not in special]
-    begin = done = 0  # those from `begin` to `done` tell how the next ones are joined
+    begin = done = 0  # those from `begin` to `done` decide how the next ones are joined
     for end in range(1, len(own) + 1):
         before, after = (decode([ids[n] for n in own[begin:stop]]) for stop in (done, end))
         if (after == before or after.endswith("\ufffd")) and end < len(own):

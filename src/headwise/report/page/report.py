@@ -82,7 +82,8 @@ def render_page(look: Documented, *, other: Documented | None = None) -> str:
     documents = [one.document() for one in (look, other) if one is not None]
     names = titles([one["provenance"] for one in documents])
     results = [
-        one | {"made": made(one), "title": name} for one, name in zip(documents, names, strict=True)
+        one | {"made": provenance_lines(one), "title": name}
+        for one, name in zip(documents, names, strict=True)
     ]
     parts = {
         "title": html.escape(" and ".join(names)),
@@ -95,7 +96,7 @@ def render_page(look: Documented, *, other: Documented | None = None) -> str:
 # --- how it was made -------------------------------------------------------------------------
 
 
-def made(look: dict[str, Any]) -> list[tuple[str, str]]:
+def provenance_lines(look: dict[str, Any]) -> list[tuple[str, str]]:
     """Describe how the look was made, as names and values."""
     facts = dict(look["provenance"])
     versions = facts.pop("versions", None)

@@ -209,7 +209,7 @@ def _run(run: Timeline, coding: Coding) -> dict[str, Any]:
         "errors": errors,
         "crowd": {name: _crowd(found) for name, found in pooled.items()},
         "alarms": _alarms(run),
-        "made": _made(run, coding),
+        "made": _provenance_lines(run, coding),
     }
 
 
@@ -246,7 +246,7 @@ def _alarms(run: Timeline) -> dict[str, list[Any]]:
     }
 
 
-def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
+def _provenance_lines(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
     """Describe how the values were recorded, as names and values."""
     about = run.about
     queries = about.get("queries")
