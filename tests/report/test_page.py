@@ -253,7 +253,7 @@ def test_every_statistic_can_be_put_on_the_map_of_heads(tab: Tab, seen: Look) ->
         assert bool(tab.text("#missing")) is of_labels
     favourites = tab.page.locator("#statistics label")
     assert favourites.count() == 5
-    favourites.nth(1).click()
+    favourites.nth(3).click()
     assert menu.input_value() == "previous"
     assert "statistic=previous" in tab.page.url
     menu.select_option("label")
@@ -291,15 +291,15 @@ def test_a_head_is_chosen_by_row_button_key_click_and_address(tab: Tab, seen: Lo
     assert tab.text("#bar-head") == "L0H1"
     tab.click("#previous-head")
     tab.click("#previous-head")
-    assert tab.text("#bar-head") == f"{LAYERS - 1}.{HEADS - 1}"
+    assert tab.text("#bar-head") == f"L{LAYERS - 1}H{HEADS - 1}"
     tab.show("heads")
     page.locator("#heads").focus()
     tab.press("ArrowUp")
     assert tab.text("#glance-title") == f"L{LAYERS - 2}H{HEADS - 1}"
     tab.press("ArrowRight", "ArrowUp")  # the edges hold
-    assert tab.text("#bar-head") == f"0.{HEADS - 1}"
+    assert tab.text("#bar-head") == f"L0H{HEADS - 1}"
     tab.press("ArrowLeft", "ArrowDown")
-    assert tab.text("#bar-head") == f"1.{HEADS - 2}"
+    assert tab.text("#bar-head") == f"L1H{HEADS - 2}"
     tab.click_cell("heads", 0, 1, HEADS, LAYERS, tip="L1H0", where="#glance-title")
     assert tab.text("#bar-head") == "L1H0"
     tab.click("#glance-open")
@@ -312,10 +312,10 @@ def test_a_head_is_chosen_by_row_button_key_click_and_address(tab: Tab, seen: Lo
     page.goto(f"{tab.address}#head/L0H2/7")
     tab.drawn()
     page.locator("#head-title", has_text="L0H2").wait_for()
-    assert "at 7 looks at" in tab.text("#strongest-title")
+    assert "at 7 attends to" in tab.text("#strongest-title")
     page.goto(f"{tab.address}#text/0.2/8")  # a link of an earlier page
     tab.drawn()
-    assert "at 8 looks at" in tab.text("#strongest-title")
+    assert "at 8 attends to" in tab.text("#strongest-title")
     page.reload()
     page.wait_for_selector("html[data-ready=yes]")
     assert tab.text("#head-title") == "L0H2"
@@ -499,11 +499,11 @@ def test_a_query_shows_its_exact_keys(tab: Tab, seen: Look) -> None:
         assert float(said.split()[0]) == pytest.approx(rest, abs=0.02)
     tab.page.locator("#map").focus()
     tab.press("ArrowDown")
-    assert "at 13 looks at" in tab.text("#strongest-title")
+    assert "at 13 attends to" in tab.text("#strongest-title")
     tab.press("ArrowUp", "ArrowUp")
-    assert "at 11 looks at" in tab.text("#strongest-title")
+    assert "at 11 attends to" in tab.text("#strongest-title")
     tab.click("#strongest button", 0)
-    assert f"at {layer.top_keys[head, 11, 0]} looks at" in tab.text("#strongest-title")
+    assert f"at {layer.top_keys[head, 11, 0]} attends to" in tab.text("#strongest-title")
 
 
 @pytest.mark.browser
@@ -605,14 +605,14 @@ def test_a_token_shows_where_it_looks_and_who_looks_at_it(tab: Tab, seen: Look) 
     tab.show("head")
     layer, head = head_of(seen, 2)
     tab.click("#streams button[data-token='11']")
-    assert "at 11 looks at" in tab.text("#strongest-title")
+    assert "at 11 attends to" in tab.text("#strongest-title")
     np.testing.assert_allclose(colours(tab), np.sqrt(layer.maps[head, 11]), atol=0.003)
     order = np.argsort(-layer.maps[head, 11])[:8]
     assert tab.texts("#strongest b")[:8] == [weight(v) for v in layer.top_weights[head, 11]]
     tokens = seen.streams[0].tokens
     assert tab.texts("#strongest code")[:8] == [visible(tokens[key]) for key in order]
     tab.click("#directions label", 1)
-    assert "at 11 is looked at by" in tab.text("#strongest-title")
+    assert "at 11 is attended to by" in tab.text("#strongest-title")
     np.testing.assert_allclose(colours(tab), np.sqrt(layer.maps[head, :, 11]), atol=0.003)
     tab.click("#directions label", 2)
     received = layer.received[head]
@@ -693,7 +693,7 @@ def test_likeness_is_the_looks_own_in_every_order(tab: Tab, seen: Look) -> None:
     for index in range(3):
         tab.click("#likeness-orders label", index)
         names = [name for _, name in tab.plotted("likeness", "y.ticks")]
-        order = [HEADS * int(name[0]) + int(name[2]) for name in names]
+        order = [HEADS * int(name[1]) + int(name[3]) for name in names]
         assert sorted(order) == list(range(6))
         assert index or order == list(range(6))
         np.testing.assert_allclose(
@@ -741,7 +741,7 @@ def test_the_scatter_shows_any_two_figures(tab: Tab, seen: Look) -> None:
 
 @pytest.mark.browser
 def test_the_page_says_what_it_shows(tab: Tab, seen: Look) -> None:
-    assert tab.text("#facts") == "6 heads in 2 layers\n23 tokens\n2.50 nats of loss on each token"
+    assert tab.text("#facts") == "6 heads in 2 layers\n23 tokens\n2.50 loss per token (nats)"
     assert tab.text("#notice") == seen.provenance["notice"]
     tab.show("about")
     rules = tab.texts("#rules li")

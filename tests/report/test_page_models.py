@@ -27,7 +27,7 @@ def browser() -> Iterator[Any]:
 
 def choose(tab: Tab, layer: int, head: int) -> None:
     tab.page.goto(f"{tab.address}#{tab.page.url.split('#')[1].split('/')[0]}/{layer}.{head}")
-    tab.page.locator("#bar-head", has_text=f"{layer}.{head}").wait_for()
+    tab.page.locator("#bar-head", has_text=f"L{layer}H{head}").wait_for()
     tab.drawn()
 
 
@@ -74,7 +74,7 @@ def test_an_encoder_looks_ahead_and_cross_attention_at_the_other_stream(translat
         assert np.isnan(shown[~visible]).all()
         assert translator.page.locator("#offsets-panel").is_visible() == (layer != 3)
     choose(translator, 3, 1)
-    assert translator.text("#head-module").endswith("decoder looks at encoder")
+    assert translator.text("#head-module").endswith("decoder attends to encoder")
     tokens = look.streams[0].tokens
     key = look.layers[3].top_keys[1, int(translator.page.url.split("/")[-1]), 0]
     assert translator.texts("#strongest code")[0] == tokens[key].replace(" ", "·")
@@ -85,14 +85,14 @@ def test_cross_attention_is_shown_on_both_texts(translator: Tab) -> None:
     maps = encoder_decoder().layers[5].maps[2]
     translator.show("head")
     choose(translator, 5, 2)
-    assert translator.texts("#streams h3") == ["decoder: looks", "encoder: looked at"]
+    assert translator.texts("#streams h3") == ["decoder: queries", "encoder: keys"]
     translator.click("[data-side=queries] button[data-token='4']")
     np.testing.assert_allclose(colours(translator, "keys"), np.sqrt(maps[4]), atol=0.003)
     assert set(colours(translator, "queries")) == {0}
-    assert "at 4 looks at" in translator.text("#strongest-title")
+    assert "at 4 attends to" in translator.text("#strongest-title")
     translator.click("[data-side=keys] button[data-token='17']")
     np.testing.assert_allclose(colours(translator, "queries"), np.sqrt(maps[:, 17]), atol=0.003)
-    assert "at 17 is looked at by" in translator.text("#strongest-title")
+    assert "at 17 is attended to by" in translator.text("#strongest-title")
     translator.click("#directions label", 2)
     received = encoder_decoder().layers[5].received[2]
     shown = colours(translator, "keys")
@@ -242,7 +242,7 @@ def test_a_thousand_heads_are_small_and_drawn_view_by_view(browser: Any, tmp_pat
     cells = "(({ width, height }) => width * height)(document.querySelector('#mosaic canvas'))"
     assert 500_000 < tab.page.evaluate(cells) < 1_300_000
     tab.click_cell("mosaic", 30, 2, 32, 32, tip="L2H30")
-    assert tab.text("#bar-head") == "2.30"
+    assert tab.text("#bar-head") == "L2H30"
     tab.close()
 
 
@@ -290,7 +290,7 @@ def test_differences_are_those_of_the_same_heads(compared: Tab) -> None:
         np.testing.assert_allclose(shown[0], changes, atol=1e-12)
         assert shown[1] == [None] * 3
         order = np.argsort(-np.abs(changes), kind="stable")
-        assert compared.texts("#difference-table th button") == [f"0.{head}" for head in order]
+        assert compared.texts("#difference-table th button") == [f"L0H{head}" for head in order]
         first = compared.texts("#difference-table tbody tr:first-child td")[2]
         assert float(first.replace("−", "-")) == pytest.approx(changes[order[0]], abs=0.051)
     compared.check()
@@ -402,5 +402,5 @@ def test_a_phone_shows_every_view_without_scrolling_sideways(
     tab.page.locator("#nav a[data-view=head]").tap()
     tab.page.locator("#streams button[data-token='9']").first.tap()
     tab.drawn()
-    assert "at 9 looks at" in tab.text("#strongest-title")
+    assert "at 9 attends to" in tab.text("#strongest-title")
     tab.close()
