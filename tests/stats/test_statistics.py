@@ -287,7 +287,7 @@ def test_faults_are_named() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r"did you mean Entropy\(\)"):
         hw.observe(q, k, v, hw.Entropy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'entropy' was asked for twice"):
+    with pytest.raises(ValueError, match="'entropy' is given twice"):
         hw.observe(q, k, v, hw.Entropy(), hw.Entropy())
     with pytest.raises(ValueError, match="one token per key"):
         hw.observe(q, k, v, hw.Mass(hw.Induction(torch.zeros(T, dtype=torch.long))))

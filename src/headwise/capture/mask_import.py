@@ -28,7 +28,7 @@ from ..core.mask_algebra import And, Interval, Mask
 from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Padding, Window
 from ..core.modes import read_at_once
 from ..core.shapes import Extent
-from ..stats.view import keys_in_sight
+from ..stats.view import attended_keys
 
 FORBIDDEN = -9e3
 """Beside zeros alone, such numbers and smaller ones mean "may not attend": BERT's −10,000, −1e9,
@@ -407,7 +407,7 @@ def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
 
 def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "B S"]:
     """The keys that some query of some head may attend to."""
-    return keys_in_sight(mask, extent, device).any(1)
+    return attended_keys(mask, extent, device).any(1)
 
 
 class Copy:

@@ -59,7 +59,7 @@ def near(lse: Tensor, sure: bool = False) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class ScoreBlock:
     """Probabilities of some queries, keys and heads.
 
     `heads` is a range of `B · H` flattened; `p` and `log_p` are `[heads, t, s]`. Where a pair may
@@ -77,11 +77,11 @@ class Block:
     log_sink: Tensor | None = None
 
 
-RowFigure = Callable[[Block], Tensor]
+RowFigure = Callable[[ScoreBlock], Tensor]
 """Returns the sums `[heads, t]` over the keys of a block."""
 
 
-def entropy_of(block: Block) -> Tensor:
+def entropy_of(block: ScoreBlock) -> Tensor:
     """Return `−Σ p log p` of a block, that of the sink included where the block has it."""
     entropy = -torch.linalg.vecdot(block.p, block.log_p)
     if block.log_sink is None:
@@ -92,7 +92,7 @@ def entropy_of(block: Block) -> Tensor:
 def ahead_of(positions: Tensor) -> RowFigure:
     """Return `Σ p (j − position of i)` of a block, counted from the block's first key."""
 
-    def ahead(block: Block) -> Tensor:
+    def ahead(block: ScoreBlock) -> Tensor:
         p = block.p
         step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
         sums = p @ torch.stack([step, torch.ones_like(step)], dim=1)
@@ -128,7 +128,7 @@ class Scores:
         scores = (rows @ k.mT).unflatten(2, (e.group, q.shape[2])).flatten(1, 2) * call.scale
         return finish_scores(scores, call.mask, e, i, j, softcap=call.softcap)
 
-    def rows(self, rows: slice, keys: slice, queries: Tensor | None = None) -> Block:
+    def rows(self, rows: slice, keys: slice, queries: Tensor | None = None) -> ScoreBlock:
         """Return a block of queries, normalized anew: right for scores of any size.
 
         Beyond `keys` none of them may attend. The block may be of `queries` `[t]` anywhere.
@@ -149,7 +149,7 @@ class Scores:
             log_sink = log_p[..., -1].masked_fill(hidden.all(-1), LITTLE)
             log_p = log_p[..., :-1]
         log_p = log_p.masked_fill(hidden, LITTLE)
-        return Block(slice(0, len(log_p)), rows, keys, log_p.exp(), log_p, hidden, log_sink)
+        return ScoreBlock(slice(0, len(log_p)), rows, keys, log_p.exp(), log_p, hidden, log_sink)
 
     def blocks(self, scores: int) -> Iterator[Any]:
         """Cut the queries into blocks of so many scores; of a graph, into a bounded number."""
@@ -194,9 +194,9 @@ def probability(logits: Tensor, lse: Tensor) -> Tensor:
 
 @runtime_checkable
 class Accumulator(Protocol):
-    """Something that is summed up block by block."""
+    """A sum that grows block by block."""
 
-    def add(self, block: Block) -> None: ...
+    def add(self, block: ScoreBlock) -> None: ...
 
 
 def sweep(
@@ -211,14 +211,14 @@ def sweep(
             accumulator.add(block)
 
 
-def _whole_rows(scores: Scores) -> Iterator[Block]:
+def _whole_rows(scores: Scores) -> Iterator[ScoreBlock]:
     """Yield every block of queries with a visible key, each row normalized anew."""
     for cut in scores.blocks(SCORES_AT_A_TIME):
         if cut.keys.stop > cut.keys.start:
             yield scores.rows(cut.rows, cut.keys)
 
 
-def _tiles(call: Call, lse: Tensor) -> Iterator[Block]:
+def _tiles(call: Call, lse: Tensor) -> Iterator[ScoreBlock]:
     """Yield every block with a visible key; each pair is in one block at most.
 
     `call` is in the statistics' dtype; `lse` `[B, H, T]` is its log-sum-exp, −inf in dead rows and
@@ -248,7 +248,7 @@ def _tiles(call: Call, lse: Tensor) -> Iterator[Block]:
                     log_p, p = (x.unflatten(1, (e.group, size)).flatten(0, 1) for x in (log_p, p))
                     hidden = None if masked is None else masked.finish_(log_p, heads, linear)
                     log_p.sub_(base[heads, rows, None])
-                    yield Block(heads, rows, keys, torch.exp(log_p, out=p), log_p, hidden)
+                    yield ScoreBlock(heads, rows, keys, torch.exp(log_p, out=p), log_p, hidden)
 
 
 class _Room:
@@ -307,5 +307,5 @@ class RowSums:
     def __init__(self, figure: RowFigure, total: Tensor) -> None:
         self.figure, self.total = figure, total
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ScoreBlock) -> None:
         self.total[block.heads, block.rows] += self.figure(block)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.modes import traced
 
-_SAID = (
+_NO_GRADIENT = (
     "this statistic was taken without its graph and has no gradient; take it with gradients=True, "
     "as in hw.watch(model, …, gradients=True), or say .detach() where none is meant"
 )
@@ -20,7 +20,7 @@ class Detached(Tensor):
     """A tensor like any other, but that `backward()` and `torch.autograd.grad` name its cause.
 
     What is computed of it alone is one too. A loss that it becomes a part of is a plain tensor, and
-    a warning says that this part has no gradient; after `.detach()` nothing is said any more.
+    a warning says that this part has no gradient; after `.detach()` there is no warning.
     """
 
     @classmethod
@@ -30,14 +30,14 @@ class Detached(Tensor):
         if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             first = args[0] if isinstance(args[0], tuple | list) else args[:1]
             if any(isinstance(one, cls) and not one.requires_grad for one in first):
-                raise RuntimeError(_SAID)
+                raise RuntimeError(_NO_GRADIENT)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         if type(out) is cls and (out.requires_grad or func is Tensor.detach):
             out = out.as_subclass(Tensor)
         elif type(out) is Tensor:
             if out.requires_grad:
-                warnings.warn(_SAID, stacklevel=2)
+                warnings.warn(_NO_GRADIENT, stacklevel=2)
             elif func not in (Tensor.detach, Tensor.as_subclass):
                 out = out.as_subclass(cls)
         return out

@@ -12,7 +12,7 @@ from ..backends.blocked import blocks
 from ..core.index import grid
 from ..core.reference import Definition
 from . import identities
-from .blocks import Block, RowFigure, ahead_of
+from .blocks import RowFigure, ScoreBlock, ahead_of
 from .plan import CALL, KERNEL, PASS, VIA, Need, OfPass, Route, Setting
 from .record import Reading, Record
 from .run import Work
@@ -142,7 +142,7 @@ class _EitherWay(OfPass):
     def row_figure(self, work: Work) -> RowFigure:
         positions = work.view.positions
 
-        def away(block: Block) -> Tensor:
+        def away(block: ScoreBlock) -> Tensor:
             j = torch.arange(block.keys.start, block.keys.stop, device=block.p.device)
             far = (positions[block.rows, None] - j).abs().to(block.p.dtype)
             return torch.linalg.vecdot(block.p, far)
@@ -218,7 +218,7 @@ class _Variance:
             torch.zeros_like(zeros, dtype=torch.float64) for _ in "wmv"
         )
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ScoreBlock) -> None:
         p, tiny = block.p, torch.finfo(block.p.dtype).tiny
         step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
         weight = p.sum(-1)

@@ -59,7 +59,7 @@ def _scores(view: View, h: Tensor, i: Tensor, j: Tensor) -> Float[Tensor, "B h t
     scores = q @ k.mT * call.scale
     place = (i[None, None, :, None], j[None, None, None, :])
     by_head = bool(call.mask.tensors()) or call.mask.biased
-    if by_head:  # a mask may differ by head; it is asked for all of them
+    if by_head:  # a mask may differ by head; it is computed for all of them
         full = scores.new_zeros(e.batch, e.heads, *scores.shape[2:])
         full[:, h] = scores
         scores = full

@@ -1,4 +1,4 @@
-"""Who would serve a call, and how statistics of it would be read: `explain()`."""
+"""`explain()`: the backend of a call, and how its statistics would be computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .view import View
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Who would serve a call, and why the others would not; how statistics would be read.
+    """The backend of a call, the reasons against the others, and the way to its statistics.
 
     `unit` is the instruction set by which the native kernel would compute the call on a CPU.
     `statistics` has the route of each metric by name: `"identity: one more call"`, `"a pass over

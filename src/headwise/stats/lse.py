@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.reference import Definition
 from . import identities
-from .blocks import Block, RowFigure
+from .blocks import RowFigure, ScoreBlock
 from .plan import KERNEL, ROWS, UNREADABLE, Need, Route, Setting
 from .run import Work
 from .statistic import Statistic
@@ -44,7 +44,7 @@ class _SinkMass(Need):
         return Route("from the log-sum-exp")
 
     def row_figure(self, work: Work) -> RowFigure:
-        def sink(block: Block) -> Tensor:
+        def sink(block: ScoreBlock) -> Tensor:
             assert block.log_sink is not None
             return torch.exp(block.log_sink)
 

@@ -20,7 +20,7 @@ from ..core.index import grid
 from ..core.mask_algebra import Mask, Rows
 from ..core.modes import readable
 from ..core.reference import Definition, finish_scores
-from .blocks import Block, RowFigure, probability
+from .blocks import RowFigure, ScoreBlock, probability
 from .patterns import First, KeyRanges, OneKey, Pattern, ranges_of
 from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
 from .record import Reading, Record
@@ -98,7 +98,7 @@ class Mass(Statistic):
 
 
 def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
-    """Tell which queries may attend to the key of a pattern that has one at most."""
+    """Return True for queries that may attend to the key of a pattern with at most one."""
 
     def targets() -> Tensor:
         if isinstance(keys, First | OneKey) and (seen := view.ranges) is not None:
@@ -142,7 +142,7 @@ class MassOn(Need):
             return Route(ROWS, "" if setting.readable else UNREADABLE)
         return Route(PAIRS)
 
-    def settle(self, view: View) -> None:
+    def resolve(self, view: View) -> None:
         has_target(self.keys, view)
 
     def shown(self, route: Route, work: Work) -> Route:
@@ -169,7 +169,7 @@ class MassOn(Need):
     def row_figure(self, work: Work) -> RowFigure:
         masses, shape = _Masses(self, work), (work.view.extent.batch, work.view.extent.heads)
 
-        def mass(block: Block) -> Tensor:
+        def mass(block: ScoreBlock) -> Tensor:
             p, e = block.p.unflatten(0, shape), masses.extent
             allowed = masses.keys.allowed(*grid(e, p.device, block.rows, block.keys), e)
             return (p if allowed is None else torch.where(allowed, p, 0.0)).sum(-1).flatten(0, 1)
@@ -232,7 +232,7 @@ class _Masses:
         return pairs, lambda: self._of_pairs(ranges)
 
     def targets(self) -> Tensor:
-        """Tell which queries have a visible key among the chosen ones, `[B or 1, H or 1, n]`."""
+        """Return True for queries that see one of the chosen keys, `[B or 1, H or 1, n]`."""
         return visible_keys(self.call.mask & self.keys, self.extent, self.device) > 0
 
     def of_rows(self) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from .plan import KERNEL, ROWS, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
 from .statistic import Statistic
-from .view import View, keys_in_sight
+from .view import View, attended_keys
 
 ABOVE = "max_logit_above_"
 """The name of the largest score above a limit, before the limit."""
@@ -194,7 +194,7 @@ class _Norm(Need):
 
     def answer(self, route: Route, work: Work) -> Float[Tensor, "B H _"]:
         view = work.view
-        if not (view.kept or view.keep_mask()):
+        if not (view.keeps_mask or view.keep_mask()):
             self.counts(view)
         return self.of_each(view)
 
@@ -209,8 +209,8 @@ class _Norm(Need):
         whole = view if view.rows is None else view.of_all
         if self.of == "q":
             return whole.valid_rows
-        find = partial(keys_in_sight, whole.mask, whole.extent, whole.device)
-        return whole.once("keys in sight", find)
+        find = partial(attended_keys, whole.mask, whole.extent, whole.device)
+        return whole.once("attended keys", find)
 
     def largest(self, norms: Float[Tensor, "B H _"], view: View) -> Float[Tensor, "B H"]:
         """Return the largest norm of each head that counts; 0 where none does."""

@@ -68,7 +68,7 @@ def observe(
         A `Seen`: `seen.out`, `seen.lse`, and `seen[name]` for each statistic.
 
     Raises:
-        ValueError: as `attend()`; a statistic asked for twice, or that does not fit the call; flags
+        ValueError: as `attend()`; a statistic given twice, or one that does not fit the call; flags
             that are neither True nor False.
         TypeError: as `attend()`.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.modes import read_at_once
 from ..core.numbers import check_whole
 from ..core.reference import Definition
-from .blocks import Block
+from .blocks import ScoreBlock
 from .plan import Need, OfPass
 from .record import Reading, Record
 from .run import Work
@@ -103,7 +103,7 @@ class _Offsets:
     def __init__(self, total: Tensor, positions: Tensor, weights: Tensor | None) -> None:
         self.total, self.positions, self.weights = total, positions, weights
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ScoreBlock) -> None:
         p = block.p if self.weights is None else block.p * self.weights[block.rows, None]
         j = torch.arange(block.keys.start, block.keys.stop, device=self.positions.device)
         _, sides, size = self.total.shape

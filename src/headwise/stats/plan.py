@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.shapes import Extent
-from .blocks import Accumulator, Block, RowFigure, RowSums
+from .blocks import Accumulator, RowFigure, RowSums, ScoreBlock
 from .view import View
 
 Work = Any
@@ -97,7 +97,7 @@ class Need(ABC):
     mass = False
     """It is a mass on chosen keys, of which few queries may hold most."""
     vectors = False
-    """It reads the queries and keys themselves, which scores do not tell."""
+    """True if it needs the queries and keys themselves, not only the scores."""
     output = False
     """It reads the heads' outputs."""
     flexible = False
@@ -113,7 +113,7 @@ class Need(ABC):
     def answer(self, route: Route, work: Work) -> Any:
         """Return the numbers, `[B, H, n]` where they are one for each query."""
 
-    def settle(self, view: View) -> None:  # noqa: B027
+    def resolve(self, view: View) -> None:  # noqa: B027
         """Work out now what its metric reads of masks, which may hold other numbers later."""
 
     def shown(self, route: Route, work: Work) -> Route:
@@ -156,7 +156,7 @@ class RowSum(OfPass):
     """
 
     name: str
-    figure: Callable[[Block], Tensor]
+    figure: Callable[[ScoreBlock], Tensor]
 
     def row_figure(self, work: Work) -> RowFigure:
         return self.figure

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..core.modes import readable
 from ..core.numbers import check_whole
 from ..core.reference import Definition
-from .blocks import Block
+from .blocks import ScoreBlock
 from .plan import KERNEL_PASS, PASS, Need, OfPass, Route, Setting
 from .record import Reading, Record
 from .run import Work
@@ -82,7 +82,7 @@ class _Columns:
         self.total, self.counts = total, counts.to(total.dtype)
         self.all = not readable(counts) or bool((counts == 1).all())
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ScoreBlock) -> None:
         weights = self.counts[block.rows]
         if self.all or bool(weights.any()):
             self.total[block.heads, block.keys] += weights @ block.p

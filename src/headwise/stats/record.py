@@ -64,7 +64,7 @@ class Record:
 
     @property
     def form(self) -> Hashable | None:
-        """What is equal in records that can be joined (`beside`); `None` of one that cannot be.
+        """Return a key that is equal for records that can be joined (`beside`), or `None`.
 
         Joined are records of a GPU, where many small operations take longer than a few large ones.
         """

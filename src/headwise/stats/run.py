@@ -17,7 +17,7 @@ from ..backends import Backend, Call, Native, RowStatistics, choose
 from ..core.call import check_scores
 from ..core.modes import no_graph, readable
 from . import identities
-from .blocks import Accumulator, Block, RowFigure, Scores, near, sweep
+from .blocks import Accumulator, RowFigure, ScoreBlock, Scores, near, sweep
 from .plan import Need, Plan, Route
 from .record import Record
 from .sampling import ALL_FROM
@@ -44,11 +44,11 @@ def run(work: Work) -> Record:
 def _answers(work: Work, steps: Iterable[tuple[Need, Route, str | None]]) -> dict[Need, Any]:
     """Answer each need: by the field of a one-pass backend as it is, or by its route."""
     given, view = work.given, work.view
-    if not (view.kept or view.keep_mask()):  # it may hold other numbers when a metric is read
+    if not (view.keeps_mask or view.keep_mask()):  # it may hold other numbers when a metric is read
         _ = view.valid_rows
         for need, _, field in steps:
             if field:
-                need.settle(view)
+                need.resolve(view)
     return {
         need: getattr(given, field) if field else need.answer(route, work)
         for need, route, field in steps
@@ -182,7 +182,7 @@ class Work:
         out = self.whole_out if self.precomputed is None else self.precomputed
         if out is None:
             raise ValueError(
-                "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
+                "a statistic of the heads' outputs, such as OutputNorm(), is given with "
                 "output=False; observe with output=True"
             )
         return self.view.rows_of(out)
@@ -323,7 +323,7 @@ def nonlinear(call: Call) -> str:
     return "the scores carry a bias" if call.mask.biased else ""
 
 
-def rows_of_p(view: View, queries: Tensor) -> Block:
+def rows_of_p(view: View, queries: Tensor) -> ScoreBlock:
     """Return whole rows of P `[B · H, t, S]`; `queries` `[t]` counts those looked at."""
     sinks = None if view.sinks is None else view.sinks.detach()
     every = slice(0, view.extent.keys)

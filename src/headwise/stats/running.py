@@ -206,7 +206,7 @@ class Running:
         made.calls, made.heads = int(state["calls"]), int(state["heads"])
         kinds = {kind.kind: kind for kind in (_Part, _OfMoments, _Largest, _OfKeys, _Means)}
         for saved in state["parts"]:
-            part = _made(kinds[_current(saved)["kind"]], _current(saved), device)
+            part = _create(kinds[_current(saved)["kind"]], _current(saved), device)
             made._parts[part.name] = part
         return made
 
@@ -241,7 +241,7 @@ def _current(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "kind": "moments", "moments": named, "per_query": given["kind"] == "queries"}
 
 
-def _made(kind: type[_T], given: Mapping[str, Any], device: torch.device | None) -> _T:
+def _create(kind: type[_T], given: Mapping[str, Any], device: torch.device | None) -> _T:
     """Return a dataclass of tensors, moved to `device`, and plain values.
 
     Raises:
@@ -254,7 +254,7 @@ def _made(kind: type[_T], given: Mapping[str, Any], device: torch.device | None)
             continue
         value, wanted = given[one.name], str(one.type)
         if wanted in nested:
-            value = _made(nested[wanted], value, device)
+            value = _create(nested[wanted], value, device)
         elif isinstance(value, Tensor):
             value = value.to(device) if device else value
         none = value is None and "None" in wanted

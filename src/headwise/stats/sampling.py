@@ -24,7 +24,7 @@ from ..core.numbers import LONGEST, as_int, format_value
 
 ALL_FROM = 16
 """Up to so many times the drawn queries, masses are taken at all queries: few of them may hold most
-of a mass, and no sample tells of those that it missed."""
+of a mass, and no sample contains those that it missed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sample:
 def draw(
     queries: int | Sequence[int] | Tensor, of: int, seed: int, device: torch.device
 ) -> Sample | None:
-    """Take the sample that a caller asked for: a number of queries, or the queries themselves.
+    """Return the requested sample: a number of queries, or the queries themselves.
 
     A number is drawn stratified (`stretches`). `None` where it is at least that of all queries.
 
@@ -125,13 +125,13 @@ def _sort(rows: Tensor, of: int) -> Tensor:
     Raises:
         ValueError: one named twice, or one that there is not.
     """
-    said = _said(rows)
+    shown = _format_rows(rows)
     ordered = torch.where(rows < 0, rows + of, rows).long().sort().values
     if int(ordered[0]) < 0 or int(ordered[-1]) >= of:
         there = f"there are {of} queries, from 0 to {of - 1}" if of else "the call has no queries"
-        raise ValueError(f"{said}: {there}.")
+        raise ValueError(f"{shown}: {there}.")
     if bool((ordered[1:] == ordered[:-1]).any()):
-        raise ValueError(f"{said}: a query is named twice.")
+        raise ValueError(f"{shown}: a query is named twice.")
     return ordered
 
 
@@ -179,10 +179,10 @@ def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
     if rows is None or not rows.dim() or not rows.numel() or rows.is_meta:
         raise ValueError(f"queries={format_value(queries)}: {_WANTED}")
     if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
-        raise ValueError(f"{_said(rows)}: {_WANTED}")
+        raise ValueError(f"{_format_rows(rows)}: {_WANTED}")
     rows = rows.flatten()
     if readable(rows) and len(rows.unique()) < len(rows):
-        raise ValueError(f"{_said(rows)}: a query is named twice.")
+        raise ValueError(f"{_format_rows(rows)}: a query is named twice.")
     return rows
 
 
@@ -196,7 +196,7 @@ def _checked(seed: object) -> int:
     return number
 
 
-def _said(rows: Tensor) -> str:
+def _format_rows(rows: Tensor) -> str:
     return f"queries={rows.tolist() if len(rows) <= 8 else f'{list(rows.shape)} {rows.dtype}'}"
 
 

@@ -1,4 +1,4 @@
-"""What one call gave: its output, its log-sum-exp, and the statistics that were asked for."""
+"""The result of one call: its output, its log-sum-exp, and the requested statistics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Readings(Mapping[str, Reading]):
 
     @property
     def form(self) -> Hashable | None:
-        """What is equal in readings that can be joined; `None` of those that cannot be."""
+        """Return a key that is equal for readings that can be joined, or `None`."""
         if self.record is None or any(part is not None for part in self._parts):
             return None
         form = self.record.form
@@ -170,7 +170,7 @@ class Seen(HeadTable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles take along: numbers of which no graph is kept."""
-        with self._as_given():
+        with self._without_autocast():
             record = self._scored.detached()
             readings = self.readings.__getstate__()
         kept = object.__new__(Readings)
@@ -195,7 +195,7 @@ class Seen(HeadTable):
     @property
     def lse(self) -> Float[Tensor, "B H _"]:
         """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
-        with self._as_given():
+        with self._without_autocast():
             lse = self._scored.whole_lse
         assert lse is not None
         return lse
@@ -211,8 +211,8 @@ class Seen(HeadTable):
             raise ValueError("seen.out: observed with output=False, so there is no output")
         return self.output
 
-    def _as_given(self) -> AbstractContextManager[object]:
-        """What is worked out later is so without autocast too."""
+    def _without_autocast(self) -> AbstractContextManager[object]:
+        """Return a context without autocast, for metrics that are computed later."""
         if torch._C._is_any_autocast_enabled():
             return no_autocast(self.record.view.device)
         return nullcontext()
@@ -263,10 +263,10 @@ class Seen(HeadTable):
         """Return a metric with the rows that count in its mean.
 
         Raises:
-            KeyError: a name that was not asked for; the message lists those that were.
+            KeyError: a name that was not requested; the message lists the requested ones.
         """
         if name == "lse" and name not in self.readings:
-            with self._as_given():
+            with self._without_autocast():
                 lse = self._scored.lse
             assert lse is not None
             return Reading(lse, self.rows, sampled=self.record.view.rows is not None)

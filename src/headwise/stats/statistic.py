@@ -23,7 +23,7 @@ class Statistic(ABC):
     that is `deferred` reads nothing of the record but answers, counts and sizes, each head's by
     itself, and so may work its metrics out when somebody reads them, of many layers at once.
     Metrics named in `raw` are the answers of their needs as they stand, or the first part of one.
-    A subclass that is `free` holds no tensors and can be told from others by `==`: plans for it are
+    A subclass that is `free` holds no tensors and can be compared by `==`: plans for it are
     kept.
     """
 
@@ -93,7 +93,7 @@ class Statistics:
         for number, statistic in enumerate(self.each):
             for name in statistic.names:
                 if name in numbers:
-                    raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
+                    raise ValueError(f"observe(…): the statistic {name!r} is given twice.")
                 numbers[name] = number
         return numbers
 

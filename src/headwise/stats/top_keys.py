@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.modes import read_at_once
 from ..core.numbers import check_whole
 from ..core.reference import Definition
-from .blocks import Block
+from .blocks import ScoreBlock
 from .plan import Need, OfPass, Route
 from .record import Reading, Record
 from .run import Work
@@ -38,10 +38,10 @@ class TopKeys(Statistic):
 
     @property
     def needs(self) -> dict[str, Need]:  # type: ignore[override]
-        return dict.fromkeys(self.names, _Largest(self.k))
+        return dict.fromkeys(self.names, _LargestWeights(self.k))
 
     def metric(self, record: Record) -> dict[str, Reading]:
-        top = record[_Largest(self.k)]
+        top = record[_LargestWeights(self.k)]
         return {n: Reading(x, record.valid_rows) for n, x in zip(self.names, top, strict=True)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class TopKeys(Statistic):
 
 
 @dataclass(frozen=True)
-class _Largest(OfPass):
+class _LargestWeights(OfPass):
     """The k largest entries of each row of P."""
 
     k: int
@@ -78,7 +78,7 @@ class _Top:
         self.keys, self.weights = torch.full_like(weights, -1, dtype=torch.long), weights
         self.logs = torch.full_like(weights, -math.inf)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ScoreBlock) -> None:
         place, k = (block.heads, block.rows), self.keys.shape[-1]
         logs = block.log_p
         if block.hidden is not None:

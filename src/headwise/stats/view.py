@@ -72,7 +72,7 @@ class View:
         self.device = asked.q.device
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
         self._once: dict[Hashable, Any] = {}
-        self.kept = asked.mask.free or asked.mask.fixed
+        self.keeps_mask = asked.mask.free or asked.mask.fixed
         if sample is not None:
             self.rows, self.drawn = rows, _ = sample.rows, sample.weights
             self.extent = replace(self.whole, queries=len(rows))
@@ -83,17 +83,17 @@ class View:
         known = vars(self)
         for name in _TENSORS:
             known.pop(name, None)
-        if not self.kept:
+        if not self.keeps_mask:
             self.mask = _Gone()
         if "of_all" in known:
             self.of_all.let_go()
 
     def keep_mask(self) -> bool:
         """Return True if the mask is the view's own, and stays as it is; a small one is copied."""
-        if not self.kept and (own := _copied(self.asked.mask)) is not None:
+        if not self.keeps_mask and (own := _copied(self.asked.mask)) is not None:
             self.mask = own if self.rows is None else Rows(own, self.rows, self.whole)
-            self.kept = True
-        return self.kept
+            self.keeps_mask = True
+        return self.keeps_mask
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what copies take along: the call, and nothing that is worked out of it."""
@@ -139,7 +139,11 @@ class View:
             q = q[:, :, self.rows]
         if q.dtype is not dtype:
             q, k = q.to(dtype), k.to(dtype)
-        known, prepared, (scale, softcap) = asked.prepared, None, (asked.scale, asked.softcap)
+        known, prepared, (scale, softcap) = (
+            asked.prepared,
+            None,
+            (asked.scale, asked.softcap),
+        )
         if known is not None and self.rows is None:
             prepared = known.statistics.get(dtype)
             if prepared is None:
@@ -170,14 +174,14 @@ class View:
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """How many queries each of those stands for, in the dtype of statistics."""
+        """The number of queries that each of them represents, in the dtype of statistics."""
         if self.drawn is None:
             return torch.ones(self.extent.queries, dtype=self.dtype, device=self.device)
         return self.drawn.to(self.dtype)
 
     @property
     def positions(self) -> Int[Tensor, " n"]:
-        """Where those queries stand among the keys."""
+        """The positions of those queries among the keys."""
         return self.queries + self.whole.offset
 
     @Lazy
@@ -306,8 +310,8 @@ def _copied(mask: Mask) -> Mask | None:
     return replace(mask, **changes)  # type: ignore[type-var]
 
 
-def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
-    """Tell which keys some query may attend to."""
+def attended_keys(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
+    """Return True for keys that some query may attend to."""
     found = None if mask.biased else mask.key_ranges(extent, device)
     if found is not None:
         low, high = found
