@@ -180,7 +180,8 @@ def test_a_generation_of_a_watched_layer(window: int | None) -> None:
         assert list(row) == list(want)
         assert row.pop("calls") == 1 + S - T
         assert want.pop("calls") == 1
-        assert row.pop("layer") == want.pop("layer") == ""
+        assert row.pop("layer") == want.pop("layer") == 0
+        assert row.pop("module") == want.pop("module") == ""
         assert row == pytest.approx(want, rel=1e-10, abs=1e-10)
     torch.testing.assert_close(seen[""]["received"], whole[""]["received"], **TOL)
     torch.testing.assert_close(seen[""]["offsets"], whole[""]["offsets"].mean(0), **TOL)
