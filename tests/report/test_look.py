@@ -233,7 +233,7 @@ def test_context_is_obeyed_and_said(model: GPT, tokenizer) -> None:
     assert len(seen.streams[0].tokens) == 7
     assert seen.layers[1].maps.shape == (HEADS, 7, 7)
     assert f"first 7 of the text's {whole} tokens" in seen.provenance["notice"]
-    assert "asked for" in seen.provenance["notice"]
+    assert "the given context ends there" in seen.provenance["notice"]
     assert "the model's context" in look(model, tokenizer, TEXT).provenance["notice"]
     assert look(model, tokenizer, "so much").provenance["notice"] is None
 
@@ -437,8 +437,8 @@ def test_a_missing_figure_is_a_dash_in_the_table(model: GPT, tokenizer) -> None:
     missing = ({"distance": math.nan, "first": None}, {"distance": math.nan})
     bare = replace(seen, rows=[{**row, **missing[row["layer"]]} for row in seen.rows])
     lines = _printed(table(bare, 160)[0], 160).splitlines()
-    heads = [line.split() for line in lines if line.strip().startswith(("0.", "1."))]
-    dashes = sorted((head[0][0], head.count("–")) for head in heads)
+    heads = [line.split() for line in lines if line.strip().startswith(("L0H", "L1H"))]
+    dashes = sorted((head[0][1], head.count("–")) for head in heads)
     assert dashes == [("0", 2)] * 3 + [("1", 1)] * 3
 
 

@@ -27,7 +27,7 @@ TEXT = "so much, so much naïve. so on"
 MODELS = ("bert", "llama", "window", "t5", "vit", "untrained", "built-in")
 OCCURRENCE = r"its previous occurrence|an earlier occurrence of it|a later occurrence of it"
 PATTERNS = {
-    "self": "self",
+    "itself": "self",
     "the previous token": "previous",
     "the first token": "first",
     "a special token": "separators",
@@ -38,7 +38,7 @@ PATTERNS = {
 }
 """How a sentence names a pattern, and the figure that is its mean over a head's queries."""
 PLACES = {
-    **{"first": "first token", "cls": "first token", "self": "self"},
+    **{"first": "first token", "cls": "first token", "self": "itself"},
     **{"previous": "1 back", "back_2": "2 back", "back_3": "3 back"},
     **{"next": "1 ahead", "ahead_2": "2 ahead", "ahead_3": "3 ahead"},
     "induction": "token after the other copy of the token",
@@ -213,7 +213,7 @@ class Query:
         if pattern.endswith(("occurrence", "of it")):
             return asked.tokens[key] == asking.tokens[query] and self._is(pattern, key)
         return {
-            "self": key == query,
+            "itself": key == query,
             "the previous token": query - key == 1,
             "the first token": key == 0,
             "a special token": key in asked.special,
