@@ -268,7 +268,10 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
             return
         figures = dict(zip(STATISTICS, cpu.forward(problem, 127)[1:], strict=True))
         if known:
-            torch.testing.assert_close(given["lse"], figures["lse"], rtol=1e-2, atol=1e-2)
+            some = figures["lse"] != -torch.inf  # others see no key
+            torch.testing.assert_close(
+                given["lse"][some], figures["lse"][some], rtol=1e-2, atol=1e-2
+            )
         found = {f"{key}_out": x for key, x in figures.items()}
         found["out"] = None if problem.v is None else cpu.forward(problem, 1)[0]
         found["base_out"], found["total_out"] = figures["lse"], torch.ones(())
@@ -359,6 +362,7 @@ def simulated() -> Iterator[Count]:
             for module in (calls, torch_ops, sampling):
                 patch(module, "_len_torch_dispatch_stack", lambda: 0)
             stack.callback(sampling._kept_on.cache_clear)
+            patch(aten.scaled_dot_product_attention.default, "decompose", _attention)
             patch(triton_api, "_launch", _launch)
             patch(triton_api, "why_not", lambda *_: "")
             patch(torch.cuda, "_lazy_init", lambda: None)

@@ -329,3 +329,22 @@ def test_a_scaler_keeps_what_it_found_until_its_update() -> None:
     off = torch.amp.GradScaler("cpu", enabled=False)
     for other in (off, None, object()):
         assert private_torch.skipped_since_update(other) is None
+
+
+def test_fused_kernels_give_the_log_sum_exp() -> None:
+    for kind in ("flash", "efficient", "cudnn"):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
+        assert operator in private_torch._WITH_LSE
+        names = [argument.name for argument in operator._schema.arguments]
+        assert operator._schema.returns[1].name in ("logsumexp", "log_sumexp")
+        if kind == "efficient":
+            assert names[4] == "compute_log_sumexp"
+    q = torch.randn(1, 2, 5, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = q.clone()
+            with private_torch.LogSumExp() as lse:
+                out = attend(x, x, x)
+        assert torch.equal(out, attend(q, q, q))
+        assert lse.of(2, 5) is None  # the kernel is the one for CPUs

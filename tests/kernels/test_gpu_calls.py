@@ -199,6 +199,56 @@ def test_a_monitored_forward(gpu: Count) -> None:
     assert not gpu.waits, str(gpu)
 
 
+FAKE_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
+    "BERT": (bert, lambda: {"input_ids": ids()}),
+    "padded BERT": (bert, lambda: {"input_ids": ids(), "attention_mask": ids() + 1}),
+    "F.scaled_dot_product_attention": (Plain, lambda: {"x": states()}),
+    "headwise's layer": (
+        lambda: hw.MultiHeadAttention(32, num_heads=4),
+        lambda: {"x": states(), "mask": hw.Causal() & hw.Padding(ids()[:, 0] + 9)},
+    ),
+}
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    needs_guard()
+    monkeypatch.setattr(triton_api, "why_not", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@pytest.mark.parametrize("queries", [None, 4])
+@pytest.mark.parametrize("name", FAKE_MODELS)
+def test_fake_tensors_in_a_watched_model(fake_gpu: None, name: str, queries: int | None) -> None:
+    """Nothing is read in two watches, the first of which follows every module."""
+    build, make = FAKE_MODELS[name]
+    model = on_cuda(build)
+    for _ in range(2):
+        with torch.no_grad(), hw.watch(model, hw.Entropy(), hw.MaxLogit(), queries=queries) as seen:
+            model(**make())
+        for module in seen.modules:
+            assert seen[module]["entropy"].device.type == "cuda"
+        assert len(seen) == (2 if "BERT" in name else 1), seen.left_out
+
+
+@pytest.mark.parametrize("queries", [None, 4])
+@pytest.mark.parametrize("name", FAKE_MODELS)
+def test_fake_tensors_in_a_monitored_model(fake_gpu: None, name: str, queries: int | None) -> None:
+    build, make = FAKE_MODELS[name]
+    model = on_cuda(build).train().requires_grad_(False)
+    monitor = hw.Monitor(model, every=1, queries=queries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**make())
+    capture = monitor._capture
+    assert capture.forwards == 1
+    assert not capture.left_out
+    assert len(capture._pending) >= (2 if "BERT" in name else 1)
+    monitor.close()
+
+
 NAMED_ALIKE = ("Distance(spread)", "Distance(absolute)", "First")
 FAKE = ["attend", "observe", "observe, sampled", "layer"]
 

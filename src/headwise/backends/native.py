@@ -111,18 +111,26 @@ class Native(Backend):
         return _computed(call, call.v, needs, gradients)
 
     def sampled(
-        self, call: Call, needs: Iterable[str], rows: Int[Tensor, " n"], every: bool
+        self,
+        call: Call,
+        needs: Iterable[str],
+        rows: Int[Tensor, " n"],
+        every: bool,
+        lse: Float[Tensor, "B H T"] | None = None,
     ) -> tuple[RowStatistics, RowStatistics] | None:
         """Return output and LSE of all queries, and the LSE and statistics of the queries `rows`.
 
-        With `every`, largest scores and the masses of single keys are of all queries, too. The
-        statistics have no gradient. Returns `None` where one pass over all queries costs no more:
-        where this kernel computes the output, or PyTorch's returns no log-sum-exp.
+        Given the LSE of all queries, the output is not computed. With `every`, largest scores and
+        the masses of single keys are of all queries, too. The statistics have no gradient. Returns
+        `None` where one pass over all queries costs no more: where this kernel computes the output,
+        or PyTorch's returns no log-sum-exp.
         """
-        if not self._by_pytorch(call):
-            return None
+        out = None
+        if lse is None:
+            if not self._by_pytorch(call):
+                return None
+            out, lse = Sdpa().run(call)
         needs = ("lse", *needs)
-        out, lse = Sdpa().run(call)
         of_all = [name for name in needs if every and name in _OF_ALL]
         found = native_ops.sampled(
             _problem(call, None), bits_of(needs), rows, lse.detach(), bits_of(of_all)

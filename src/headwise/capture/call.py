@@ -129,6 +129,7 @@ class AttentionCall:
         again: the call is made a second time, in a backward pass that recomputes what was not kept.
         waiting: what is known of a call that may be a part of its module's attention.
         one_pass: a call of headwise's that nobody has computed yet.
+        lse: the log-sum-exp `[B, H, T]` that the model's kernel has written on a GPU.
     """
 
     name: str
@@ -149,6 +150,7 @@ class AttentionCall:
     again: bool = False
     waiting: Waiting | None = None
     one_pass: OnePass | None = None
+    lse: Tensor | None = None
 
     def once_whole(self, keep: Callable[[int], None]) -> None:
         """Call `keep` when it is known that this is all that the module attends: mostly at once.
@@ -245,7 +247,10 @@ class AttentionCall:
         with no_graph() if torch.is_grad_enabled() and not looking.gradients else NOTHING:
             call = Call.of(self.q, self.k, self.v, function="observe", **keywords)
             _, readings = read(
-                call, statistics, sample, backend, output=output, strict=False, **options
+                *(call, statistics, sample, backend, output),
+                strict=False,
+                lse=None if looking.gradients else self.lse,
+                **options,
             )
         if not self.hidden:
             return readings.let_go()

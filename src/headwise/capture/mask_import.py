@@ -26,7 +26,7 @@ from torch import Tensor
 from ..core.index import grid, lookup
 from ..core.mask_algebra import And, Interval, Mask
 from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Padding, Window
-from ..core.modes import read_at_once
+from ..core.modes import read_at_once, readable
 from ..core.shapes import Extent
 from ..stats.view import attended_keys
 
@@ -248,6 +248,18 @@ def _attended_of_unread(mask: Mask, keys: int) -> Bool[Tensor, "B S"] | None:
     return allowed.flatten(1, 2).any(1).expand(-1, keys)
 
 
+def _attended_of_padding(
+    mask: Mask, extent: Extent, device: torch.device
+) -> Bool[Tensor, "B S"] | None:
+    """Return the keys that their own queries may attend to, by lengths; `None` of another mask."""
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    padding = [part for part in parts if isinstance(part, Padding)]
+    if not padding or not all(isinstance(x, Padding) or reaches_all(x) for x in parts):
+        return None
+    j = torch.arange(extent.keys, device=device)[None]
+    return torch.stack([part.allowed(j.T, j, extent)[:, 0, 0] for part in padding]).all(0)
+
+
 def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
     """The mask, with the queries that are padding seeing nothing; for self-attention.
 
@@ -261,6 +273,8 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
     if not extent.inside or reaches_all(mask):
         return mask
     seen = _attended_of_unread(mask, extent.keys)
+    if seen is None and device.type != "cpu":
+        seen = _attended_of_padding(mask, extent, device)
     if seen is None and _own_keys(mask, extent, extent.offset, device) is None:
         return mask  # mostly, queries may attend to themselves
     real = attended(mask, extent, device) if seen is None else seen
@@ -460,7 +474,8 @@ class MaskMemo:
 
         `reads` are the other tensors that it depends on.
         """
-        place = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
+        at = given.data_ptr() if readable(given) else id(given)
+        place = (at, given.shape, given.stride(), given.dtype, given.device)
         before = self._found.get((place, what))
         if before is not None and all(copy.same(x) for x, copy in before[0]):
             return before[1]

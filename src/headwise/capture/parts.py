@@ -111,9 +111,10 @@ def _read(w: Waiting, x: Tensor) -> Settled:
         return _left(w, f"has {w.heads} heads by its axes, and joins {x.shape[-1] // w.width}")
     place = _place(x.shape[:-1], w)
     told = w.made.detach()
-    turned = told.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
-    if place and w.turnable and not _joins(told, x) and _joins(turned, x):
-        return _left(w, f"has its {w.heads} heads where batch rows mostly stand")
+    if place and w.turnable and not _joins(told, x):
+        turned = told.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
+        if _joins(turned, x):
+            return _left(w, f"has its {w.heads} heads where batch rows mostly stand")
     if place == "queries first" and x.shape[1] % x.shape[0] == 0 and not w.queries_first:
         # or a batch of blocks
         place = place if _same(told.permute(2, 0, 1, 3).reshape(x.shape), x) else ""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn, overrides
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -144,6 +145,52 @@ def global_hooks() -> list[Callable[..., Any]]:
         hooks._global_forward_hooks,
     )
     return [hook for some in every for hook in some.values()]
+
+
+# ── fused attention ─────────────────────────────────────────────────────────────────────────────
+
+
+class LogSumExp(TorchDispatchMode):
+    """Takes the log-sum-exp of a call of `F.scaled_dot_product_attention`, if its kernel has one.
+
+    The call's output is the kernel's own, bit for bit: it is told to write the log-sum-exp too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _WHOLE:  # under torch.inference_mode()
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        if func is _EFFICIENT and len(args) > 4:
+            args = (*args[:4], True, *args[5:])
+        out = func(*args, **(kwargs or {}))
+        if func in _WITH_LSE:
+            self._found.append(out[1])
+        return out
+
+    def of(self, heads: int, queries: int) -> Tensor | None:
+        """Return the log-sum-exp `[B, H, T]` of a single call with so many heads and queries."""
+        if len(self._found) != 1 or not self._found[0].numel():
+            return None
+        lse = self._found[0].detach()
+        lse = lse[..., 0] if lse.dim() == 4 else lse
+        fits = lse.dim() == 3 and lse.shape[1] == heads and lse.shape[2] >= queries
+        return lse[..., :queries] if fits else None
+
+
+_OPS = torch.ops.aten
+_WHOLE = _OPS.scaled_dot_product_attention.default
+_EFFICIENT = _OPS._scaled_dot_product_efficient_attention.default
+_WITH_LSE = (
+    _EFFICIENT,
+    _OPS._scaled_dot_product_flash_attention.default,
+    _OPS._scaled_dot_product_cudnn_attention.default,
+)
 
 
 # ── the compiler ────────────────────────────────────────────────────────────────────────────────

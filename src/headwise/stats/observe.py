@@ -116,11 +116,14 @@ def read(
     gradients: bool = True,
     projection: Tensor | Callable[[], Tensor | None] | None = None,
     strict: bool = True,
+    lse: Tensor | None = None,
 ) -> tuple[Work, Readings]:
     """Make a checked call, unseen by any watch, and answer the needs of statistics.
 
-    Arguments are those of `observe()`. Without `strict`, scores that overflow raise no error: their
-    rows are NaN, like those of a NaN in q or k. Calls of watched models are read so.
+    Arguments are those of `observe()`, and the log-sum-exp `[B, H, T]` of the kernel that computed
+    the output, if it is known: that of queries which see no key may be any number. Without
+    `strict`, scores that overflow raise no error: their rows are NaN, like those of a NaN in q or
+    k. Calls of watched models are read so.
 
     Raises:
         ValueError: a statistic given twice, or one that does not fit the call; with `strict`,
@@ -130,7 +133,7 @@ def read(
         call = call.drawn()
     keeps_graph = (call.prepared is None or torch.is_grad_enabled()) and call.needs_grad
     view = View(call, sample, gradients and keeps_graph)
-    work = Work(view, keeps_graph, output, projection, strict)
+    work = Work(view, keeps_graph, output, projection, strict, lse)
     if torch._C._is_any_autocast_enabled():
         with no_autocast(view.device):
             return work, _read(work, statistics, backend)
@@ -173,7 +176,8 @@ def planned(work: Work, statistics: Statistics, backend: str, function: str) -> 
     view, prepared, about = work.view, work.view.prepared, None
     if prepared is not None and statistics.free and type(backend) is str:
         some = None if view.rows is None else len(view.rows)
-        options = work.output, work.keeps_graph, view.gradients, some, view.has_sinks
+        known = work.known_lse is not None
+        options = work.output, work.keeps_graph, view.gradients, some, view.has_sinks, known
         about = statistics, backend, *options
         if about in prepared.plans:
             work.chosen, found = prepared.plans[about]
@@ -190,7 +194,7 @@ def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
     """Return what the routes of a call's needs depend on."""
     view = work.view
     call = view.asked
-    by_call = work.chosen if work.output else work.backend
+    by_call = work.chosen if work.output or work.knows_lse(needs) else work.backend
     can_read = readable(call.q)
     return Setting(
         extent=view.extent,

@@ -64,6 +64,7 @@ class Work:
         output: the call is made with its output; or that, where it has been computed already.
         projection: the weight of the output projection, or what finds it.
         strict: scores of finite q and k that are not finite raise an error.
+        known_lse: the log-sum-exp of all queries, from the kernel that has made the output.
     """
 
     chosen: Backend
@@ -85,7 +86,9 @@ class Work:
         output: bool | Float[Tensor, "B H T Dv"] = True,
         projection: Float[Tensor, "O HDv"] | Callable[[], Tensor | None] | None = None,
         strict: bool = True,
+        known_lse: Float[Tensor, "B H T"] | None = None,
     ) -> None:
+        self.known_lse = known_lse
         self.view, self.keeps_graph, self.output = view, keeps_graph, output is True
         self.precomputed = output if isinstance(output, Tensor) else None
         self.projection, self.strict = projection, strict
@@ -102,12 +105,15 @@ class Work:
         """
         view, whole, self.plan = self.view, None, plan
         masses = view.drawn is not None and plan.masses
-        if masses and not self.output and self.few and readable(view.asked.q):
+        known = plan.scores and self.knows_lse(plan.routes)
+        if masses and not self.output and not known and self.few and readable(view.asked.q):
             self.look_at_every_query()
         if self.output:
             whole = self._with_output()
         elif not plan.scores:
             return
+        elif known and isinstance(self.chosen, Native):
+            self._from_known_lse(self.chosen)
         elif plan.direct and isinstance(self.chosen, Native):
             self.given = self.chosen.statistics(view.asked, plan.fields)
         elif self.every is not None and self.every.given is not None and not view.gradients:
@@ -139,6 +145,31 @@ class Work:
         if view.drawn is not None:
             self.every = self._at_every_query(kept.map(Tensor.detach))
         return whole
+
+    def knows_lse(self, needs: Iterable[Need]) -> bool:
+        """Return True if these needs are answered from an LSE that the caller has given.
+
+        That is the model's own, which is another one of padded queries than of the call.
+        """
+        if self.known_lse is None or self.output or self.view.gradients or self.keeps_graph:
+            return False
+        own = self.view.mask.free or all(need.name != "lse" for need in needs)
+        return own and isinstance(self.chosen, Native)
+
+    def _from_known_lse(self, chosen: Native) -> None:
+        view, fields, lse = self.view, self.plan.fields, self.known_lse
+        if view.rows is None:
+            self.given = (
+                chosen.statistics(view.asked, fields, lse) if fields else RowStatistics(None, lse)
+            )
+            return
+        found = chosen.sampled(view.asked, fields, view.rows, view.drawn is not None, lse)
+        if found is None:
+            self.given = chosen.statistics(view.scored, fields)
+            return
+        whole, self.given = found
+        if view.drawn is not None:
+            self.every = self._at_every_query(whole)
 
     def _with_sample(self) -> tuple[RowStatistics, RowStatistics] | None:
         """Return what all queries have, and the sampled ones, where they are looked at alone."""

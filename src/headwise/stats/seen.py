@@ -63,6 +63,15 @@ class Readings(Mapping[str, Reading]):
         found.record = beside([self.record, *(other.record for other in others)])
         return found
 
+    def of_all_queries(self, statistics: Statistics) -> bool:
+        """Return True if these statistics, some of them all, are known of every query."""
+        record = self.record
+        if record is None or record.view.rows is None:
+            return False
+        every = record.every
+        needs = [need for one in statistics if _of_queries(one) for need in one.needs.values()]
+        return not needs or (every is not None and all(need in every.answers for need in needs))
+
     def _part(self, number: int) -> dict[str, Reading]:
         """Return the readings of one statistic."""
         part, record = self._parts[number], self.record

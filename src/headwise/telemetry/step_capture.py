@@ -24,6 +24,7 @@ from ..capture.ranks import rank_of_all
 from ..capture.session import catch
 from ..stats.max_logit import MaxLogit, Norms
 from ..stats.record import TOGETHER, Reading
+from ..stats.seen import Readings
 from ..stats.statistic import Statistic, Statistics
 from .figures import sums_of_each, to_host
 from .step_sums import Span, StepSums
@@ -236,6 +237,8 @@ class StepCapture:
         wanted = self._wanted
         if wanted.queries is None or every <= wanted.queries:
             looks = ((wanted.all_together, None),)
+        elif (readings := self._in_one_launch(call)) is not None:
+            return [(readings, batch * wanted.queries, batch * every)]
         else:
             looks = (wanted.of_all, None), (wanted.of_some, wanted.queries)
         results = []
@@ -246,6 +249,19 @@ class StepCapture:
                 readings = self._bundles.observe(call, statistics, looking)
                 results.append((readings, batch * some, batch * every))
         return results
+
+    def _in_one_launch(self, call: AttentionCall) -> Readings | None:
+        """Return all readings of a call on a GPU whose kernel computes both, maxima of all queries
+        and the rest of sampled ones, in one launch; `None` for other calls."""
+        wanted = self._wanted
+        own = call.one_pass is not None and call.one_pass.call.mask.free
+        if not call.q.is_cuda or (call.lse is None and not own):
+            return None
+        looking = Looking(wanted.queries, self._draw(call.name))
+        found = call.observe(wanted.all_together, looking)
+        if isinstance(found, Readings) and found.of_all_queries(wanted.of_all):
+            return found
+        return None
 
     def _draw(self, name: str) -> int:
         """Return a seed for each call of a module in each forward of a step, on each rank."""

@@ -212,7 +212,7 @@ def _enter_late(unseen: Sequence[Names], root: nn.Module, caller: FrameType) -> 
     for names in unseen:
         names.enter(root)
     if unseen:
-        _AROUND.caller, _AROUND.ended = caller, ended
+        _AROUND.ends.append((caller, ended))
 
 
 # ── captured or refused ────────────────────────────────────────────────────────────────────────
@@ -266,8 +266,8 @@ def _at_the_end(found: Any, caller: FrameType, resume: Sequence[Callable[[], Non
         if _AROUND.graphs > graphs and _AROUND.attending == attending:
             _UNRELATED.add(found)
 
-    if _AROUND.ended is None:
-        _AROUND.caller, _AROUND.ended = caller, ended
+    if resume or not _AROUND.ends:
+        _AROUND.ends.append((caller, ended))
 
 
 _UNRELATED: WeakSet[Any] = WeakSet()
@@ -275,21 +275,25 @@ _UNRELATED: WeakSet[Any] = WeakSet()
 
 
 class _Around(threading.local):
-    """The actions for the end of the compiled code that `caller` runs, and the numbers of graphs
-    compiled with the operator so far, and of those among them that attend."""
+    """Compiled code that runs now, the innermost last: the frame that called it, and what is to be
+    done at its end. And the numbers of graphs compiled with the operator so far, and of those among
+    them that attend."""
 
     graphs = attending = 0
-    caller: FrameType | None = None
-    ended: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[FrameType, Callable[[], None]]] = []
 
 
 _AROUND = _Around()
 
 
 def code_ended(caller: FrameType | None = None) -> None:
-    """Note that compiled code has ended, or runs as it is written from now on."""
-    if _AROUND.ended is not None and caller in (None, _AROUND.caller):
-        ended, _AROUND.ended, _AROUND.caller = _AROUND.ended, None, None
+    """Note that the code called by a frame has ended; without one, that all runs as it is written
+    from now on."""
+    ends = _AROUND.ends
+    while ends and (caller is None or any(frame is caller for frame, _ in ends)):
+        _, ended = ends.pop()
         ended()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from ...core.mask_algebra import Mask
 from ...core.masks import is_causal_bias
+from ...core.modes import transformed
 from ...core.shapes import Extent
 from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, resolve_padding
 from ..net import Net, Road
 from ..parts import Waiting
-from ..private_torch import table_of
+from ..private_torch import LogSumExp, table_of
 from ..serve import APART, Asked, Served, accelerators, note, serve, watched
 
 
@@ -25,12 +27,13 @@ def scaled_dot_product_attention(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
-    instead = None
+    instead = lse = None
     if accelerators() and not watched():
         found = _instead(net, function, args, kwargs)
         instead, out = (found, found.empty()) if isinstance(found, Instead) else (None, found)
     else:
-        out = function(*args, **kwargs)
+        query = args[0] if args else kwargs.get("query")
+        out, lse = with_lse(query, lambda: function(*args, **kwargs))
     net.refuse_transforms()
     asked = _asked(*args, **kwargs)
     if is_causal_bias(asked["attn_mask"]):
@@ -47,6 +50,8 @@ def scaled_dot_product_attention(
         net.leave_out(net.names.stack[-1], reason)
         return out
     call = call_of(net, asked, out, axes)
+    if lse is not None and axes.last:
+        call.lse = lse.of(call.heads, call.queries)
     if instead is not None:
         call = instead.served.told(call)
     waiting = None
@@ -59,6 +64,14 @@ def scaled_dot_product_attention(
         if new is None and waiting is not None:
             waiting.made = axes.split(out)
     return out if new is None else axes.join(new, out.shape)
+
+
+def with_lse(query: Any, attend: Callable[[], Any]) -> tuple[Any, LogSumExp | None]:
+    """Return what a call gives, and on a GPU the log-sum-exp that its kernel has."""
+    if not isinstance(query, Tensor) or not query.is_cuda or query.is_nested or transformed():
+        return attend(), None
+    with LogSumExp() as lse:
+        return attend(), lse
 
 
 # ── in the function's place ─────────────────────────────────────────────────────────────────────

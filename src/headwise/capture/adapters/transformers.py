@@ -42,10 +42,11 @@ from ..call import AttentionCall
 from ..known import CHANGED, forget
 from ..mask_import import Found, as_mask, reach, resolve_padding, without_padding
 from ..net import SILENCE, Net, Replaced
-from ..private_torch import replace_all
+from ..private_torch import LogSumExp, replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
 from ..serve import SERVED, Served, accelerators, note
 from .flex import allowed_by
+from .sdpa import with_lse
 
 Function = Callable[..., tuple[Any, ...]]
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
@@ -173,8 +174,9 @@ def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tu
     module, q, k, v, result = given.module, given.q, given.k, given.v, None
     if meaning.keys != given.keys:
         k, v = k[:, :, : meaning.keys], v[:, :, : meaning.keys]
+    lse = None
     if served is None:
-        result = given.function(module, *given.given, **given.options)
+        result, lse = given.run()
         made: Any = partial(given.heads_of, result)
         dtype = result[0].dtype  # to which the function has cast them all under autocast
     else:
@@ -190,6 +192,8 @@ def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tu
             first_key=first,
             behind=meaning.behind,
         )
+        if lse is not None:
+            call.lse = lse.of(call.heads, call.queries)
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
         new = net.tell(call, module=None if name is None else module)
@@ -275,6 +279,11 @@ class Given:
         if function is headwise_attention:
             plain = textbook(type(module), special(options))
             self.kind = "headwise" if plain else None
+
+    def run(self) -> tuple[Any, LogSumExp | None]:
+        """Call the function; `sdpa` also for the log-sum-exp that its kernel has on a GPU."""
+        call = partial(self.function, self.module, *self.given, **self.options)
+        return with_lse(self.q, call) if self.kind == "sdpa" else (call(), None)
 
     def heads_of(self, result: tuple[Any, ...]) -> Tensor:
         """The heads' outputs `[B, H, T, Dv]` in what the function gave."""
