@@ -503,3 +503,27 @@ def test_the_projection_of_transformers_layers_is_known() -> None:
         loss(compiled)
     assert "contribution" in seen.table()[0]
     same(seen, wanted, 1e-5)
+
+
+def test_a_watch_that_is_opened_inside_compiled_code_follows_its_model_afterwards() -> None:
+    """Its compiled calls are captured, and then calls of the model as it is written are seen."""
+    model, other = GPT(), GPT()
+    inner = torch.compile(lambda: other(IDS), backend="eager")
+    calls: list[int] = []
+
+    @torch.compiler.disable
+    def look(out: Tensor) -> Tensor:
+        with hw.watch(other, hw.Entropy()) as seen:
+            inner()
+            other(IDS)
+        calls.append(seen.table()[0]["calls"])
+        return out
+
+    outer = torch.compile(lambda: look(model(IDS)) + 1, backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            with hw.watch(model, hw.Entropy()) as seen:
+                outer()
+                model(IDS)
+            assert seen.table()[0]["calls"] == 2
+    assert calls == [2, 2]

@@ -357,8 +357,10 @@ def test_a_recorded_step_of_a_monitor(gpu: Count, padding: bool) -> None:
     assert step[1] == step[3], "as many kernels for three layers as for two"
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("mode", "masked"),
+    [(torch.no_grad, False), (torch.no_grad, True), (torch.inference_mode, False)],
+)
 def test_the_log_sum_exp_is_that_of_the_models_kernel(gpu: Count, mode: Any, masked: bool) -> None:
     """The output is PyTorch's own, bit for bit, and our kernel knows its log-sum-exp."""
     q, k, v = qkv()
@@ -375,7 +377,7 @@ def test_the_log_sum_exp_is_that_of_the_models_kernel(gpu: Count, mode: Any, mas
             launches = Counter(name for name, _ in gpu.kernels if name.startswith("triton"))
             known = "triton sampled" if options else "triton forward, LSE known"
             assert launches == Counter({known: 1}), str(gpu)
-            assert len(seen.table()) == H
+            assert seen.modules == ("",)
 
 
 class Causal(nn.Module):
