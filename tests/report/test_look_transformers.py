@@ -274,7 +274,7 @@ def test_the_loss_of_a_causal_and_of_a_masked_model(folders: dict[str, Path]) ->
     expected = torch.nn.functional.cross_entropy(logits, ids[0, hidden])
     seen = look(model, tokenizer, TEXT, seed=4)
     assert seen.provenance["loss_text"] == pytest.approx(float(expected), abs=1e-9)
-    assert "hidden" in seen.provenance["loss"]
+    assert "masked" in seen.provenance["loss"]
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
