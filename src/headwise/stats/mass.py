@@ -198,7 +198,7 @@ class _Masses:
     def ranges(self) -> KeyRanges | None:
         """The chosen keys as ranges; `None` if they are none, or numbers cannot be read."""
         view = self.work.view
-        known = readable(view.asked.q)
+        known = readable(view.original.q)
         found = ranges_of(self.need.keys, view.whole, view.device) if known else None
         return None if found is None else found.of(view.rows)
 

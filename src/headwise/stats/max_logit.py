@@ -200,7 +200,7 @@ class _Norm(Need):
 
     def of_each(self, view: View) -> Float[Tensor, "B H _"]:
         """Return the norm of each query or key, the keys of a group for each of its heads."""
-        x, group = getattr(view.asked, self.of), view.whole.group
+        x, group = getattr(view.original, self.of), view.whole.group
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
         return norms if self.of == "q" or group == 1 else norms.repeat_interleave(group, dim=1)
 
@@ -274,10 +274,10 @@ class _MaxLogitAbove(Need):
 
     def answer(self, route: Route, work: Work) -> Float[Tensor, "B H"]:
         view = work.view
-        call = view.asked.with_(sinks=None, dropout=0.0)
+        call = view.original.with_(sinks=None, dropout=0.0)
         sizes = view.whole.batch, view.whole.heads
         largest = torch.full(sizes, -torch.inf, dtype=view.dtype, device=view.device)
-        heads = self._in_question(view) if read_at_once(view.asked.q) else None
+        heads = self._in_question(view) if read_at_once(view.original.q) else None
         if heads is None:
             return _above(_largest_scores(call, work), self.limit)
         if len(heads):
@@ -286,7 +286,7 @@ class _MaxLogitAbove(Need):
 
     def _in_question(self, view: View) -> Tensor | None:
         """Return the heads that may have a score above the limit; `None` for all."""
-        call = view.asked
+        call = view.original
         if call.mask.biased:  # what is added to the scores is not in the bound
             return None
         of_q, of_k = (x.largest(x.of_each(view), view) for x in (_QUERY_NORM, _KEY_NORM))

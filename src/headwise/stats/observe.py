@@ -21,7 +21,7 @@ from .lse import LSE
 from .plan import Need, Plan, Setting, plan
 from .record import Record
 from .run import Work, nonlinear, run
-from .sampling import Sample, draw
+from .sampling import QuerySample, draw
 from .seen import Readings, Seen
 from .statistic import Statistic, Statistics, check_statistics
 from .view import View
@@ -92,9 +92,9 @@ def observe(
         fault = fault_of_flags(output=precomputed or output, gradients=gradients)
         raise ValueError(f"{quote(q, k, v, 'observe')}: {fault}.")
     sample = None if queries is None else draw(queries, call.extent.queries, seed, call.q.device)
-    asked = Statistics.of(statistics)
-    work, readings = read(call, asked, sample, backend, output, gradients, projection)
-    record, call = readings.record, work.view.asked
+    requested = Statistics.of(statistics)
+    work, readings = read(call, requested, sample, backend, output, gradients, projection)
+    record, call = readings.record, work.view.original
     out = work.precomputed if record.out is None else record.out
     seen = Seen(record, readings, out, work.keeps_graph and not work.view.gradients)
     if torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ def observe(
 def read(
     call: Call,
     statistics: Statistics,
-    sample: Sample | None = None,
+    sample: QuerySample | None = None,
     backend: str = "auto",
     output: bool | Tensor = True,
     gradients: bool = True,
@@ -148,9 +148,9 @@ def _read(work: Work, statistics: Statistics, backend: str) -> Readings:
         return Readings(run(work), statistics)
 
 
-def _scored(call: Call, sample: Sample | None, backend: str, gradients: bool) -> Record:
+def _scored(call: Call, sample: QuerySample | None, backend: str, gradients: bool) -> Record:
     """Make a call for its log-sum-exp alone."""
-    named = sample and Sample(sample.rows, None)
+    named = sample and QuerySample(sample.rows, None)
     return read(call, Statistics.of((LSE(),)), named, backend, False, gradients)[1].record
 
 
@@ -182,7 +182,7 @@ def planned(work: Work, statistics: Statistics, backend: str, function: str) -> 
         if about in prepared.plans:
             work.chosen, found = prepared.plans[about]
             return found
-    work.chosen = choose(view.asked, backend, work.keeps_graph)
+    work.chosen = choose(view.original, backend, work.keeps_graph)
     check_statistics(statistics.each, function)
     found = plan(_setting_of(work, statistics.needs), statistics.needs)
     if prepared is not None and about is not None:
@@ -193,7 +193,7 @@ def planned(work: Work, statistics: Statistics, backend: str, function: str) -> 
 def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
     """Return what the routes of a call's needs depend on."""
     view = work.view
-    call = view.asked
+    call = view.original
     by_call = work.chosen if work.output or work.knows_lse(needs) else work.backend
     can_read = readable(call.q)
     return Setting(
@@ -218,9 +218,9 @@ def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
 
 def _only_behind(view: View) -> bool:
     """Return True if each query sees a range of keys that ends at its own position, and no sink."""
-    if view.asked.sinks is not None or view.mask.looks_ahead(view.extent):
+    if view.original.sinks is not None or view.mask.looks_ahead(view.extent):
         return False
     found = view.mask.key_ranges(view.extent, view.device)
-    if found is None or view.mask.free or not readable(view.asked.q):
+    if found is None or view.mask.free or not readable(view.original.q):
         return found is not None
     return bool((found[1] <= view.positions + 1).all())  # whatever mask it may be

@@ -106,7 +106,7 @@ class Work:
         view, whole, self.plan = self.view, None, plan
         masses = view.drawn is not None and plan.masses
         known = plan.scores and self.knows_lse(plan.routes)
-        if masses and not self.output and not known and self.few and readable(view.asked.q):
+        if masses and not self.output and not known and self.few and readable(view.original.q):
             self.look_at_every_query()
         if self.output:
             whole = self._with_output()
@@ -115,7 +115,7 @@ class Work:
         elif known and isinstance(self.chosen, Native):
             self._from_known_lse(self.chosen)
         elif plan.direct and isinstance(self.chosen, Native):
-            self.given = self.chosen.statistics(view.asked, plan.fields)
+            self.given = self.chosen.statistics(view.original, plan.fields)
         elif self.every is not None and self.every.given is not None and not view.gradients:
             assert view.rows is not None
             self.given = self.every.given.at(view.rows)
@@ -126,7 +126,7 @@ class Work:
         lse = self.lse if whole is None else whole.lse
         assert lse is not None
         if self.strict:
-            check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+            check_scores(view.original, lse, "observe", view.queries if whole is None else None)
         self.whole_lse = lse if view.gradients else lse.detach()
         if plan.far is not None and not self.near:
             self.plan = plan.far
@@ -135,9 +135,9 @@ class Work:
         view, chosen = self.view, self.chosen
         whole, some = self._with_sample() or (None, None)
         if whole is None and isinstance(chosen, Native):
-            whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
+            whole = chosen.observe(view.original, self.plan.fields, view.gradients)
         elif whole is None:
-            whole = RowStatistics(*chosen.run(view.asked, view.gradients))
+            whole = RowStatistics(*chosen.run(view.original, view.gradients))
         self.whole_out = whole.out
         as_is = view.gradients or not self.keeps_graph
         kept = whole if as_is else whole.map(Tensor.detach)
@@ -160,10 +160,12 @@ class Work:
         view, fields, lse = self.view, self.plan.fields, self.known_lse
         if view.rows is None:
             self.given = (
-                chosen.statistics(view.asked, fields, lse) if fields else RowStatistics(None, lse)
+                chosen.statistics(view.original, fields, lse)
+                if fields
+                else RowStatistics(None, lse)
             )
             return
-        found = chosen.sampled(view.asked, fields, view.rows, view.drawn is not None, lse)
+        found = chosen.sampled(view.original, fields, view.rows, view.drawn is not None, lse)
         if found is None:
             self.given = chosen.statistics(view.scored, fields)
             return
@@ -176,7 +178,7 @@ class Work:
         view, chosen = self.view, self.chosen
         if view.rows is None or view.gradients or not isinstance(chosen, Native):
             return None
-        return chosen.sampled(view.asked, self.plan.fields, view.rows, view.drawn is not None)
+        return chosen.sampled(view.original, self.plan.fields, view.rows, view.drawn is not None)
 
     def look_at_every_query(self) -> None:
         """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
@@ -185,8 +187,8 @@ class Work:
             if isinstance(every.backend, Native):
                 every.given = every.backend.statistics(every.view.scored, self.plan.fields)
             else:
-                tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
-                call = self.view.asked.with_(**tensors, dropout=0.0)
+                tensors = {name: getattr(self.view.original, name).detach() for name in "qkv"}
+                call = self.view.original.with_(**tensors, dropout=0.0)
                 every.lse = every.chosen.run(call)[1]  # type: ignore[misc]  # in place of the lazy one
             lse: Tensor = every.lse  # type: ignore[assignment]
             if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # elsewhere nobody waits
@@ -194,7 +196,7 @@ class Work:
 
     def _at_every_query(self, given: RowStatistics | None) -> Work:
         """Return the same call at all queries without gradients, of which so much is known."""
-        every = Work(View(self.view.asked, None, False), False, False)
+        every = Work(View(self.view.original, None, False), False, False)
         every.chosen, every.plan, every.given = self.chosen, self.plan, given
         return every
 
@@ -222,7 +224,7 @@ class Work:
     def backend(self) -> Backend:
         """The backend of the statistics' own calls: they are in float32, not for every backend."""
         view, chosen = self.view, self.chosen
-        alike = view.rows is None and view.dtype is view.asked.q.dtype
+        alike = view.rows is None and view.dtype is view.original.q.dtype
         return choose(view.call) if not alike and chosen.refuse(view.call) else chosen
 
     @Lazy
@@ -246,7 +248,7 @@ class Work:
     @Lazy
     def lse_of_keys(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of each query's scores alone, without its sink."""
-        if nonlinear(self.view.asked):
+        if nonlinear(self.view.original):
             return self.call(self.view.call)[1]
         return self.lse_of_moved_keys
 

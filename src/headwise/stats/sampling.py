@@ -28,7 +28,7 @@ of a mass, and no sample contains those that it missed."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class QuerySample:
     """Queries to look at, `rows` `[n]` in ascending order.
 
     Where they were drawn, `weights` `[n]` says how many queries each stands for, itself among them;
@@ -41,7 +41,7 @@ class Sample:
 
 def draw(
     queries: int | Sequence[int] | Tensor, of: int, seed: int, device: torch.device
-) -> Sample | None:
+) -> QuerySample | None:
     """Return the requested sample: a number of queries, or the queries themselves.
 
     A number is drawn stratified (`stretches`). `None` where it is at least that of all queries.
@@ -63,7 +63,7 @@ def draw(
     ordered = (_sort if readable(rows) else _sorted)(rows, of)
     if len(ordered) == of:
         return None
-    return Sample(ordered.to(device, non_blocking=True), None)
+    return QuerySample(ordered.to(device, non_blocking=True), None)
 
 
 EARLY = 1 / 3
@@ -97,14 +97,14 @@ def stretches(queries: int, of: int) -> Tensor:
     return torch.cat([begins, edges, stops])
 
 
-def _on(device: torch.device, queries: int, of: int, seed: int) -> Sample:
+def _on(device: torch.device, queries: int, of: int, seed: int) -> QuerySample:
     """Draw, and copy to a device without a wait; by one seed it is the same on every device."""
     rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
-    return Sample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
+    return QuerySample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
 
 
 @functools.lru_cache(256)
-def _kept_on(device: torch.device, queries: int, of: int, seed: int) -> Sample:
+def _kept_on(device: torch.device, queries: int, of: int, seed: int) -> QuerySample:
     """Draw once for all calls of one length, whose graphs may keep it."""
     with torch.inference_mode(False):
         return _on(device, queries, of, seed)

@@ -18,7 +18,7 @@ from ..core.mask_algebra import And, Interval, Mask, Or, Rows
 from ..core.masks import Bias, Dense, Documents, Padding, Prefix
 from ..core.modes import traced
 from ..core.shapes import Extent
-from .sampling import Sample
+from .sampling import QuerySample
 
 T = TypeVar("T")
 
@@ -64,19 +64,19 @@ class View:
     rows: Int[Tensor, " n"] | None = None
     drawn: Float[Tensor, " n"] | None = None
 
-    def __init__(self, asked: Call, sample: Sample | None, gradients: bool) -> None:
-        self.asked, self.gradients = asked, gradients
-        self.prepared, self.has_sinks = asked.prepared, asked.sinks is not None
-        self.whole = self.extent = asked.extent
-        self.mask: Mask = asked.mask
-        self.device = asked.q.device
-        self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
+    def __init__(self, original: Call, sample: QuerySample | None, gradients: bool) -> None:
+        self.original, self.gradients = original, gradients
+        self.prepared, self.has_sinks = original.prepared, original.sinks is not None
+        self.whole = self.extent = original.extent
+        self.mask: Mask = original.mask
+        self.device = original.q.device
+        self.dtype = torch.float64 if original.q.dtype is torch.float64 else torch.float32
         self._once: dict[Hashable, Any] = {}
-        self.keeps_mask = asked.mask.free or asked.mask.fixed
+        self.keeps_mask = original.mask.free or original.mask.fixed
         if sample is not None:
             self.rows, self.drawn = rows, _ = sample.rows, sample.weights
             self.extent = replace(self.whole, queries=len(rows))
-            self.mask = Rows(asked.mask, rows, self.whole)
+            self.mask = Rows(original.mask, rows, self.whole)
 
     def let_go(self) -> None:
         """Forget the numbers of the call; of masks, those that hold tensors of others."""
@@ -90,15 +90,15 @@ class View:
 
     def keep_mask(self) -> bool:
         """Return True if the mask is the view's own, and stays as it is; a small one is copied."""
-        if not self.keeps_mask and (own := _copied(self.asked.mask)) is not None:
+        if not self.keeps_mask and (own := _copied(self.original.mask)) is not None:
             self.mask = own if self.rows is None else Rows(own, self.rows, self.whole)
             self.keeps_mask = True
         return self.keeps_mask
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what copies take along: the call, and nothing that is worked out of it."""
-        sample = None if self.rows is None else Sample(self.rows, self.drawn)
-        return View, (self.asked, sample, False)
+        sample = None if self.rows is None else QuerySample(self.rows, self.drawn)
+        return View, (self.original, sample, False)
 
     @Lazy
     def call(self) -> Call:
@@ -120,7 +120,7 @@ class View:
         On CUDA that is in its own dtype: scores are in float32 all the same, and made faster.
         """
         own = self.device.type == "cuda"
-        call = self._in(self.asked.q.dtype) if own else self.call
+        call = self._in(self.original.q.dtype) if own else self.call
         return call.with_(sinks=self.sinks) if self.has_sinks else call
 
     @Lazy
@@ -131,8 +131,8 @@ class View:
         return self.scored.with_(**found)
 
     def _in(self, dtype: torch.dtype) -> Call:
-        asked = self.asked
-        q, k = asked.q, asked.k
+        original = self.original
+        q, k = original.q, original.k
         if not self.gradients and torch.is_grad_enabled():
             q, k = q.detach(), k.detach()
         if self.rows is not None:
@@ -140,9 +140,9 @@ class View:
         if q.dtype is not dtype:
             q, k = q.to(dtype), k.to(dtype)
         known, prepared, (scale, softcap) = (
-            asked.prepared,
+            original.prepared,
             None,
-            (asked.scale, asked.softcap),
+            (original.scale, original.softcap),
         )
         if known is not None and self.rows is None:
             prepared = known.statistics.get(dtype)
@@ -154,7 +154,7 @@ class View:
     @property
     def sinks(self) -> Tensor | None:
         """The call's learned sinks, in the dtype of statistics."""
-        sinks = self.asked.sinks
+        sinks = self.original.sinks
         if sinks is None:
             return None
         return (sinks if self.gradients else sinks.detach()).to(self.dtype)

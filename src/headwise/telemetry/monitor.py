@@ -25,7 +25,7 @@ from ..stats.statistic import Statistic, check_statistics
 from .clip import qk_clip_
 from .figures import HeadMetrics
 from .history import HistoryWriter
-from .ranks import Ranks, any_of_all, is_first, several
+from .ranks import MonitorRanks, any_of_all, is_first, several
 from .recorder import Recorder
 from .rules import RULES, Alarm, Rule
 from .step_capture import Probe, StepCapture, StepNeeds, not_monitored, run_probe
@@ -170,7 +170,7 @@ class Monitor:
         self._known_wanted: dict[object, StepNeeds | None] = {}
         self._missed = 0
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._ranks = Ranks(self._device)
+        self._ranks = MonitorRanks(self._device)
         self._capture = StepCapture(model, self._warn, seed, modules, self._begun)
         loggers = [as_tracker(one) for one in trackers] if is_first() else []
         writer = None

@@ -71,7 +71,7 @@ PATIENCE = timedelta(seconds=120)
 """The time that a rank waits for the monitors of the others."""
 
 
-class Ranks:
+class MonitorRanks:
     """The ranks that train together, each with a part of the data, heads or layers.
 
     Ranks exchange their layers when one has a new one; after that, one collective moves the metrics
