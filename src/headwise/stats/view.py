@@ -273,7 +273,7 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-_TENSORS = "asked", "call", "constant", "scored", "scored_constant"
+_TENSORS = "original", "call", "constant", "scored", "scored_constant"
 """What a view knows of a call with its tensors."""
 
 
