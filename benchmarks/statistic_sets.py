@@ -40,4 +40,5 @@ def singles(length: int) -> dict[str, list[Any]]:
         f"Map({MAP})": [hw.Map(MAP)],
         "Similarity, 64 queries": [hw.Similarity()],
         "OutputNorm": [hw.OutputNorm()],
+        "Segments, 4": [hw.Segments({str(n): (n * 32, n * 32 + 32) for n in range(4)})],
     }

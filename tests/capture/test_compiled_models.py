@@ -67,6 +67,7 @@ def in_part() -> Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WATCH)
 @pytest.mark.parametrize("build", [whole, in_part])
 def test_a_compiled_model_is_watched_in_graphs_or_as_written(

@@ -114,6 +114,7 @@ def check(model: Any, loss: Callable[[Any], Tensor] = loss_of, backend: str = "a
         assert graphs() == (2 * number, 2 * breaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_a_model_of_ones_own(own: bool, reentrant: bool | None) -> None:
@@ -152,12 +153,14 @@ def transformers_model(name: str) -> tuple[nn.Module, Callable[[Any], Tensor]]:
     return hf.ViTModel(config), lambda m: m(image)[0].square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
 def test_models_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     check(*transformers_model(name))
 
 
+@pytest.mark.slow
 def test_other_lengths_are_compiled_no_more_often_than_without() -> None:
     model = GPT()
     compiled = torch.compile(model, backend="aot_eager")
@@ -203,6 +206,7 @@ def wrapped(model: GPT) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [wrapped, in_place, blocks_in_place, blocks_wrapped, around])
 @pytest.mark.parametrize("own", [False, True])
 def test_whole_models_parts_that_share_a_graph_and_functions(how: Any, own: bool) -> None:
@@ -403,6 +407,7 @@ def test_without_a_parameter_a_second_call_of_a_shared_graph_is_left_out() -> No
     assert "nothing tells which one attends" in next(iter(seen.left_out.values()))
 
 
+@pytest.mark.slow
 def test_models_that_are_monitored_side_by_side_stay_compiled() -> None:
     """As of a generator and a discriminator: by functions, each with an optimizer."""
     models = [GPT(), GPT(own=True)]

@@ -167,6 +167,7 @@ def is_silent(fault: Fault) -> bool:
     return hides or fault.change in SILENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", MADE)
 def test_every_row_of_the_table_is_named(style: str) -> None:
     torch.manual_seed(3)

@@ -57,6 +57,7 @@ def by_make_fx(run: Callable[..., object], parts: tuple[Tensor, ...]) -> Callabl
     return make_fx(run)(*parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "name", "how"),
     pairwise(

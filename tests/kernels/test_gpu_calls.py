@@ -35,7 +35,7 @@ STATISTICS: dict[str, Callable[[], hw.Statistic]] = {
     "Received": hw.Received,
     "Map": lambda: hw.Map(8),
     "OutputNorm": hw.OutputNorm,
-    "Segments": lambda: hw.Segments({"first": (0, 4), "second": [(6, 8), (20, 30)]}),
+    "Segments": lambda: hw.Segments({"start": (0, 4), "others": [(6, 8), (20, 30)]}),
     "Sink": hw.Sink,
     "Norms": hw.Norms,
     "Similarity": hw.Similarity,

@@ -872,6 +872,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @needs_library
 def test_calls_compile_whole() -> None:
     done = fresh.run(COMPILED)

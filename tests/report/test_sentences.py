@@ -270,6 +270,7 @@ def check_labels(row: dict[str, Any], labels: str, proof: str) -> None:
         assert where == PLACES[key.removesuffix("_random")]
 
 
+@pytest.mark.slow
 def test_every_sentence_is_true_of_its_weights_and_agrees_with_the_labels(page: Page) -> None:
     named, unnamed = 0, 0
     for row in page.look.rows:

@@ -124,6 +124,7 @@ def said() -> dict[str, str]:
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_statistics_stay_in_the_graph_of_their_call(name: str, said: dict[str, str]) -> None:
     if said[name] == "no compiler":

@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return spy
 
     for backend in ALL_BACKENDS:
-        for method in {"run", "figures", "observe"} & set(dir(backend)):
+        for method in {"run", "statistics", "observe"} & set(dir(backend)):
             kind = type(backend)
             monkeypatch.setattr(kind, method, spied(method, getattr(kind, method)))
     return count

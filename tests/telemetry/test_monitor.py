@@ -545,6 +545,7 @@ class Counter:
         return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "first"),
     [

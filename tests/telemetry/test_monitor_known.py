@@ -203,9 +203,7 @@ def test_readings_that_wait_do_not_keep_the_outputs_of_heads() -> None:
             optimizer.step()
 
 
-def test_a_step_takes_few_copies_and_moves_between_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Own()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+def test_a_step_takes_few_moves_between_files() -> None:
     layer = hw.MultiHeadAttention(E, H)
     of_layer = torch.optim.SGD(layer.parameters(), lr=0.0)
 
@@ -213,12 +211,5 @@ def test_a_step_takes_few_copies_and_moves_between_files(monkeypatch: pytest.Mon
         layer(batch(1), mask=hw.Causal()).sum().backward()
         of_layer.step()
 
-    with hw.Monitor(model, optimizer, every=1):
-        trained(model, optimizer)
-        copies, cpu = [], Tensor.cpu
-        monkeypatch.setattr(Tensor, "cpu", lambda x: copies.append(x) or cpu(x))
-        trained(model, optimizer)
-        assert len(copies) == 2  # means and maxima
-        monkeypatch.undo()
     with hw.Monitor(layer, of_layer, every=1):
         assert moves(step) <= 305

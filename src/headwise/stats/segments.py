@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
-from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,7 +22,6 @@ from .view import View, visible_keys
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
 class Segments(Statistic):
     """The attention to each segment of the keys: `[B, H, T]` by its name, between 0 and 1.
 
@@ -51,20 +48,23 @@ class Segments(Statistic):
     True
     """
 
-    segments: Mapping[str, Range | Sequence[Range] | Tensor]
-    first_key: int = 0
-    positions: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.segments, Mapping) or not self.segments:
+    def __init__(
+        self,
+        segments: Mapping[str, Range | Sequence[Range] | Tensor],
+        first_key: int = 0,
+        positions: int | None = None,
+    ) -> None:
+        if not isinstance(segments, Mapping) or not segments:
             raise ValueError(
-                f"Segments({self.segments!r}): segments must be a dict of names and ranges, such "
-                f'as {{"image": (4, 580)}}.'
+                f"Segments({segments!r}): segments must be a dict of names and ranges, such as "
+                f'{{"image": (4, 580)}}.'
             )
-        found = {name: _positions(name, given) for name, given in self.segments.items()}
-        object.__setattr__(self, "segments", MappingProxyType(found))
-        need = _OnSegments(self)
-        object.__setattr__(self, "needs", MappingProxyType(dict.fromkeys(found, need)))
+        self.segments = {name: _positions(name, given) for name, given in segments.items()}
+        self.first_key, self.positions = first_key, positions
+        self.needs = dict.fromkeys(self.segments, _OnSegments(self))
+
+    def __repr__(self) -> str:
+        return f"Segments({self.segments})"
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -73,7 +73,7 @@ class Segments(Statistic):
     def among(self, first_key: int, positions: int | None) -> Segments:
         """Return the same of a call whose first key has this position, and of whose keys so many
         have one: the others stand behind them."""
-        return replace(self, first_key=first_key, positions=positions)
+        return Segments(self.segments, first_key, positions)
 
     def chosen(self, keys: int, device: torch.device) -> Bool[Tensor, "#B S n"]:
         """Return which of the keys are in which segment."""
@@ -85,7 +85,7 @@ class Segments(Statistic):
                 column = given.to(device)[..., place.clamp(max=last)] & (place <= last)
             else:
                 column = torch.zeros_like(place, dtype=torch.bool)
-                for start, stop in given:  # type: ignore[misc]  # as _positions() gives them
+                for start, stop in given:
                     column = column | ((place >= start) & (place < stop))
             columns.append(column if column.dim() == 2 else column[None])
         every = torch.stack(torch.broadcast_tensors(*columns), dim=-1)
@@ -129,12 +129,13 @@ def _positions(name: object, given: object) -> tuple[Range, ...] | Tensor:
     )
 
 
-@dataclass(frozen=True, eq=False)
 class _OnSegments(Need):
     """`Σ_{j∈J} p_ij` of each segment, `[B, H, n, segments]`, and which queries see a key of it."""
 
-    of: Segments
     name = "segments"
+
+    def __init__(self, of: Segments) -> None:
+        self.of = of
 
     def route(self, setting: Setting) -> Route:
         extent = setting.extent
