@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headwise._text import escaped
 from headwise.report.catalog import LABEL_STYLES
@@ -57,6 +57,7 @@ def titles(provenances: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+@runtime_checkable
 class Documented(Protocol):
     """A look: what is drawn is its document."""
 
