@@ -352,7 +352,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMES:
         assert re.search(rf"^ *{re.escape(name)} ", out, re.MULTILINE), name
     assert "FlexAttention left out" in out
-    assert re.search(r"the machine, in the same run: [\d,]+ GFLOP/s", out)
+    assert re.search(r"this machine, in the same run: [\d,]+ GFLOP/s", out)
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
