@@ -59,7 +59,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 def test_wandb_offline(tmp_path: Path) -> None:
     import wandb
-    from wandb.proto.wandb_internal_pb2 import RecordedStep
+    from wandb.proto.wandb_internal_pb2 import Record
 
     run = wandb.init(project="heads", mode="offline", dir=str(tmp_path))
     run.log({"loss": 1.0})  # the run's own steps are left alone
@@ -69,7 +69,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, metrics = [], []
     for data in records(path):
-        record = RecordedStep()
+        record = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
