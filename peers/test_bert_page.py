@@ -56,7 +56,7 @@ def test_which_heads_are_induction_heads_takes_no_click(tab: Tab) -> None:
 
 def test_what_the_strongest_head_does_on_my_sentence_takes_no_click(tab: Tab) -> None:
     said = tab.text("#sentence").replace("\u202f", "")
-    assert said == "Head 0.2 at tired attends to the previous token: was (100%)."
+    assert said == "Head L0H2 at tired attends to the previous token: was (100%)."
     text = tab.page.locator("#story-text .tokens").text_content()
     assert (
         text.strip() == f"[CLS] {TEXT}[SEP]"
@@ -65,8 +65,8 @@ def test_what_the_strongest_head_does_on_my_sentence_takes_no_click(tab: Tab) ->
 
 def test_where_a_head_looks_from_the_second_it_takes_one_search(tab: Tab) -> None:
     tab.page.keyboard.press("/")
-    tab.page.keyboard.type("5.3 it")
+    tab.page.keyboard.type("L5H3 it")
     tab.press("Enter", "Enter")
     tab.page.locator("#found-by-search", has_text="2 of 4").wait_for()
-    assert tab.text("#sentence").startswith("Head 5.3 at it ")
-    assert tab.page.url.split("?")[0].endswith("#heads/5.3/21")
+    assert tab.text("#sentence").startswith("Head L5H3 at it ")
+    assert tab.page.url.split("?")[0].endswith("#heads/L5H3/21")
