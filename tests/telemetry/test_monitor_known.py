@@ -212,4 +212,4 @@ def test_a_step_takes_few_moves_between_files() -> None:
         of_layer.step()
 
     with hw.Monitor(layer, of_layer, every=1):
-        assert moves(step) <= 312
+        assert moves(step) <= 305

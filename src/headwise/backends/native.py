@@ -106,7 +106,7 @@ class Native(Backend):
             needs = tuple(needs)
             out, lse = Sdpa().run(call, gradients and not needs)
             with nullcontext() if gradients else torch.no_grad():
-                given = self.statistics(call, needs, lse) if needs else RowStatistics(None, lse)
+                given = self.statistics(call, needs, lse)
             return replace(given, out=out)
         return _computed(call, call.v, needs, gradients)
 
@@ -156,8 +156,12 @@ class Native(Backend):
     ) -> RowStatistics:
         """Return the same without the output; the values are not read.
 
-        A known log-sum-exp saves the kernel for GPUs half of its work.
+        A known log-sum-exp saves the kernel for GPUs half of its work, or all if nothing else is
+        needed.
         """
+        needs = tuple(needs)
+        if lse is not None and not needs:
+            return RowStatistics(None, lse)
         return _computed(call, None, needs, lse=None if lse is None else lse.detach())
 
     def received(

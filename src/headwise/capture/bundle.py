@@ -149,6 +149,9 @@ def together(
     Before them come the places of these modules. What is read of many layers takes as few
     operations so as of a single one.
     """
+    if len(each) == 1:
+        yield [0], each[0]
+        return
     alike: dict[object, list[int]] = {}
     for place, calls in enumerate(each):
         alike.setdefault(tuple([_form_of(one) or object() for one in calls]), []).append(place)

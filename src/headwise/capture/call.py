@@ -265,11 +265,9 @@ class AttentionCall:
         """Return the same statistic of keys that have other positions than their places say."""
         if isinstance(statistic, Segments):
             return statistic.among(self.first_key, self.keys - self.behind if self.behind else None)
-        if not self.behind or not isinstance(statistic, Mass):
-            return statistic
-        if not isinstance(statistic.keys, Pattern):
-            return statistic
-        return Mass(AmongPositions(statistic.keys, self.behind), *statistic.names)
+        if self.behind and isinstance(statistic, Mass) and isinstance(statistic.keys, Pattern):
+            return Mass(AmongPositions(statistic.keys, self.behind), *statistic.names)
+        return statistic
 
 
 Listener = Callable[[AttentionCall], Tensor | None]

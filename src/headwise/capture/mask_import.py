@@ -200,12 +200,8 @@ def _of_booleans(allowed: Tensor, extent: Extent) -> Mask:
     keys = allowed.shape[3]
     if allowed.shape[1] > 1 or keys != extent.keys or not allowed.numel():
         return Dense(allowed)
-    bits = allowed.contiguous().view(torch.uint8)
-    count = bits.sum(-1, keepdim=True)
-    low = bits.argmax(-1, keepdim=True)
-    high = keys - bits.flip(-1).argmax(-1, keepdim=True)
-    low, high = low * (count > 0), high * (count > 0)
-    if not bool((high - low == count).all()):
+    low, high = _range_of(allowed)
+    if not bool((high - low == allowed.sum(-1, keepdim=True)).all()):
         return Dense(allowed)
     if bool((low == 0).all()):
         if bool((high == keys).all()):
@@ -226,14 +222,17 @@ def _unread_floats(table: Tensor) -> Mask:
 
 def _unread(mask: OwnDense | OwnBias, allowed: Tensor) -> Mask:
     """Return a mask beside the range of keys in which each query's lie."""
-    keys = allowed.shape[3]
-    if keys < 2:
+    if allowed.shape[3] < 2:
         return mask
-    bits = allowed.any(1, keepdim=True).view(torch.uint8)
-    some = bits.amax(-1, keepdim=True)
+    return And((mask, Ranges(*_range_of(allowed.any(1, keepdim=True)))))
+
+
+def _range_of(allowed: Tensor) -> Interval:
+    """Return the smallest range of keys `[low, high)` with all allowed ones, of each query."""
+    bits = allowed.contiguous().view(torch.uint8)
     low = bits.argmax(-1, keepdim=True)
-    high = (keys - bits.flip(-1).argmax(-1, keepdim=True)) * some
-    return And((mask, Ranges(low, high)))
+    high = bits.shape[-1] - bits.flip(-1).argmax(-1, keepdim=True)
+    return low, high * bits.amax(-1, keepdim=True)
 
 
 def _attended_of_unread(mask: Mask, keys: int) -> Bool[Tensor, "B S"] | None:
@@ -272,16 +271,16 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
     """
     if not extent.inside or reaches_all(mask):
         return mask
-    seen = _attended_of_unread(mask, extent.keys)
-    if seen is None and device.type != "cpu":
-        seen = _attended_of_padding(mask, extent, device)
-    if seen is None and _own_keys(mask, extent, extent.offset, device) is None:
-        return mask  # mostly, queries may attend to themselves
-    real = attended(mask, extent, device) if seen is None else seen
-    real = real[:, extent.offset :][:, : extent.queries]
-    if seen is not None:
-        return mask & QueryMask(real)
-    return mask if bool(real.all()) else mask & QueryMask(real)
+    real = _attended_of_unread(mask, extent.keys)
+    if real is None and device.type != "cpu":
+        real = _attended_of_padding(mask, extent, device)
+    if real is None:
+        if _own_keys(mask, extent, extent.offset, device) is None:
+            return mask  # mostly, queries may attend to themselves
+        real = attended(mask, extent, device)
+        if bool(real[:, extent.offset :][:, : extent.queries].all()):
+            return mask
+    return mask & QueryMask(real[:, extent.offset :][:, : extent.queries])
 
 
 def with_padding(mask: Mask) -> Mask:

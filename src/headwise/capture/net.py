@@ -239,8 +239,10 @@ class Net:
             self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
         call.layer = self.numbers.get(call.name, len(self.numbers))
-        if call.layer == len(self.numbers):
-            call.once_whole(lambda _: self._number(call.name))
+        if waiting is None:
+            self.numbers[call.name] = call.layer
+        else:
+            waiting.once_whole(lambda _: self._number(call.name))
         if self._split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
         if self.in_full:

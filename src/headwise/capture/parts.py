@@ -32,7 +32,7 @@ class Waiting:
         sure: the number of heads is known; else it is what axes mostly are.
         by_hand: a product, which may be of a share of the keys; a function's call is not.
         queries_first: the product itself has its queries before its batch rows.
-        slices: the queries, from and to, whose outputs were read or put out apart from others, as
+        sliced: outputs of some of its queries were read or returned side by side, as those of one
             of two streams of tokens that attend together.
     """
 
@@ -46,7 +46,7 @@ class Waiting:
     queries_first: bool = False
     then: list[Callable[[int], None]] = field(default_factory=list)
     there: int | None = None
-    slices: set[tuple[int, int]] = field(default_factory=set)
+    sliced: bool = False
 
     def __post_init__(self) -> None:
         self.rows, self.heads, self.queries, self.width = self.made.shape
@@ -98,7 +98,7 @@ def read(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
     if x.dim() < 3:  # positions of all rows in one axis tell nothing
         return []
     for w in waiting:
-        _note_slice(w, x)
+        w.sliced = w.sliced or _is_slice(w, x)
     alike = [w for w in waiting if x.numel() == w.made.numel() and x.shape[-1] % w.width == 0]
     if len(alike) > 1:  # which of them is it?
         alike = [w for w in alike if _joins(w.made.detach(), x)]
@@ -121,18 +121,16 @@ def _read(w: Waiting, x: Tensor) -> Settled:
     return Settled(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
 
 
-def _note_slice(w: Waiting, x: Tensor) -> None:
-    """Note which of a call's queries `x` `[B, N, H · Dv]` has the outputs of, if it has."""
-    if x.dim() != 3 or len(x) != w.rows or x.shape[-1] != w.wide or x.shape[1] >= w.queries:
-        return
+def _is_slice(w: Waiting, x: Tensor) -> bool:
+    """Return True if `x` `[B, N, H · Dv]` is the outputs of N of a call's queries in a row."""
+    count = x.shape[1] if x.dim() == 3 else 0
+    if not 0 < count < w.queries or len(x) != w.rows or x.shape[-1] != w.wide:
+        return False
     joined = w.made.detach().transpose(1, 2).reshape(w.rows, w.queries, w.wide)
-    if joined.dtype != x.dtype or not (count := x.shape[1]):
-        return
-    begins = (joined == x[:, :1]).all(-1).all(0)[: w.queries - count + 1]
-    for begin in begins.nonzero()[:, 0].tolist():
-        if _same(joined[:, begin : begin + count], x):
-            w.slices.add((begin, begin + count))
-            return
+    if joined.dtype != x.dtype:
+        return False
+    begins = (joined == x[:, :1]).all(-1).all(0)[: w.queries - count + 1].nonzero()[:, 0].tolist()
+    return any(_same(joined[:, begin : begin + count], x) for begin in begins)
 
 
 def _joins(made: Tensor, x: Tensor) -> bool:
@@ -177,7 +175,7 @@ def at_end(
     if x is None:
         return [], list(waiting)
     for w in waiting:
-        _note_slice(w, x)
+        w.sliced = w.sliced or _is_slice(w, x)
     found = [_read(w, x) for w in waiting if (x.numel(), x.shape[-1]) == (w.made.numel(), w.wide)]
     found = [one for one in found if one.reason]
     rest = [w for w in waiting if all(w is not one.call for one in found)]
@@ -185,7 +183,7 @@ def at_end(
     whole = [
         w
         for w in rest
-        if w.slices or _of_streams(w, streams) or any(_place(axes, w) for axes in _axes(x))
+        if w.sliced or _of_streams(w, streams) or any(_place(axes, w) for axes in _axes(x))
     ]
     rest = [w for w in rest if w not in whole]
     found += _of_shares(whole, lost)

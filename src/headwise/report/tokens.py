@@ -378,7 +378,7 @@ class TokenStrings:
 
 
 AnyTokenizer = Vocabulary | OtherTokenizer | TokenStrings
-"""How texts become ids, and ids texts; `Vocabulary` says what each of their parts gives."""
+"""Encoders and decoders of texts; a `Vocabulary` has the settings of each of their parts."""
 
 
 def _no_tokenizer(tokenizer: Any) -> LookError:

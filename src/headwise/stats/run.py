@@ -159,11 +159,7 @@ class Work:
     def _from_known_lse(self, chosen: Native) -> None:
         view, fields, lse = self.view, self.plan.fields, self.known_lse
         if view.rows is None:
-            self.given = (
-                chosen.statistics(view.original, fields, lse)
-                if fields
-                else RowStatistics(None, lse)
-            )
+            self.given = chosen.statistics(view.original, fields, lse)
             return
         found = chosen.sampled(view.original, fields, view.rows, view.drawn is not None, lse)
         if found is None:

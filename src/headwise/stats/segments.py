@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..backends.blocked import SCORES_AT_A_TIME
+from ..core.index import take
 from ..core.masks import Dense
 from ..core.numbers import as_int
 from ..core.reference import Definition
+from .blocks import RowFigure, ScoreBlock
 from .plan import CALL, ROWS, Need, Route, Setting
 from .record import Reading, Record
-from .run import Work, rows_of_p
+from .run import Work
 from .statistic import Statistic
 from .view import View, visible_keys
 
@@ -34,6 +34,8 @@ class Segments(Statistic):
             a boolean tensor `[S]` or `[B, S]`, such as `input_ids == image_token`. Positions count
             from the first token that was ever put in: while a cache grows or drops keys, those of a
             segment stay, and later keys are in none.
+        first_key: the position of the call's first key; `watch()` knows it.
+        positions: how many keys have a position, if others stand behind them.
 
     Raises:
         ValueError: no segments; a name that is no string; positions of another form.
@@ -138,8 +140,7 @@ class _OnSegments(Need):
         self.of = of
 
     def route(self, setting: Setting) -> Route:
-        extent = setting.extent
-        if extent.queries * 8 <= extent.keys and not setting.gradients:
+        if setting.extent.queries * 8 <= setting.extent.keys:
             return Route(ROWS, "of few queries it costs less than a call, which pads all keys")
         calls = -(-len(self.of.names) // setting.dim)
         return Route(CALL) if calls == 1 else Route(f"identity: {calls} more calls")
@@ -155,33 +156,32 @@ class _OnSegments(Need):
         one_hot = chosen.to(view.dtype)[:, None]
         targets = _see(chosen, view)
         if route.kind == ROWS:
-            return _of_rows(one_hot, view), targets
+            return _of_rows(one_hot, work), targets
         mass, of_keys = work.mean_among_keys(one_hot)
         mass = mass if view.sinks is None else mass * work.left(of_keys)[..., None]
         return torch.where(view.valid_rows[..., None], mass, 0.0), targets
 
 
-def _of_rows(one_hot: Float[Tensor, "#B 1 S n"], view: View) -> Tensor:
-    """Return the masses from rows of P, a bounded number of these at a time."""
-    extent, parts = view.extent, []
-    size = max(1, SCORES_AT_A_TIME // max(1, prod((extent.batch, extent.heads, extent.keys))))
-    for queries in torch.arange(extent.queries, device=view.device).split(size):
-        p = view.by_head(rows_of_p(view, queries).p)
-        parts.append(p @ one_hot)
-    if not parts:
-        return one_hot.new_zeros(extent.batch, extent.heads, 0, one_hot.shape[-1])
-    return torch.cat(parts, dim=2)
+def _of_rows(one_hot: Float[Tensor, "#B 1 S n"], work: Work) -> Tensor:
+    """Return the masses from rows of P."""
+    shape = work.view.extent.batch, work.view.extent.heads
+
+    def mass(number: int) -> RowFigure:
+        def within(block: ScoreBlock) -> Tensor:
+            chosen = one_hot[:, :, block.keys, number, None]
+            return (block.p.unflatten(0, shape) @ chosen)[..., 0].flatten(0, 1)
+
+        return within
+
+    return torch.stack(work.row_figures([mass(n) for n in range(one_hot.shape[-1])]), dim=-1)
 
 
 def _see(chosen: Bool[Tensor, "#B S n"], view: View) -> Bool[Tensor, "#B #H t n"]:
     """Return which queries may attend to a key of which segment."""
     if view.ranges is not None:
         before = torch.nn.functional.pad(chosen.long().cumsum(1), (0, 0, 1, 0))
-        low, high = (edge[:, 0] for edge in view.ranges)
-        rows = torch.arange(max(len(before), len(low)), device=view.device)[:, None]
-        of_text, of_mask = rows.clamp(max=len(before) - 1), rows.clamp(max=len(low) - 1)
-        low, high = low[of_mask[:, 0]], high[of_mask[:, 0]]
-        return (before[of_text, high] > before[of_text, low])[:, None]
+        low, high = (take(before, edge[..., None]).squeeze(3) for edge in view.ranges)
+        return high > low
     counts = [
         visible_keys(view.mask & Dense(column[:, None, None]), view.extent, view.device)
         for column in chosen.unbind(-1)

@@ -139,11 +139,8 @@ class View:
             q = q[:, :, self.rows]
         if q.dtype is not dtype:
             q, k = q.to(dtype), k.to(dtype)
-        known, prepared, (scale, softcap) = (
-            original.prepared,
-            None,
-            (original.scale, original.softcap),
-        )
+        scale, softcap = original.scale, original.softcap
+        known, prepared = original.prepared, None
         if known is not None and self.rows is None:
             prepared = known.statistics.get(dtype)
             if prepared is None:

@@ -118,9 +118,7 @@ class StepCapture:
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
         self._no_numbers: dict[str, None] = {}
-        self._names: Names | None = (
-            None  # of the last forwards: the reason why nothing was captured
-        )
+        self._names: Names | None = None  # of the last forwards, for reasons of missing calls
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
