@@ -122,7 +122,7 @@ def _read(w: Waiting, x: Tensor) -> Settled:
 
 
 def _is_slice(w: Waiting, x: Tensor) -> bool:
-    """Return True if `x` `[B, N, H · Dv]` is the outputs of N of a call's queries in a row."""
+    """Return True if `x` `[B, N, H · Dv]` holds the outputs of N consecutive queries of a call."""
     count = x.shape[1] if x.dim() == 3 else 0
     if not 0 < count < w.queries or len(x) != w.rows or x.shape[-1] != w.wide:
         return False

@@ -78,7 +78,7 @@ class Segments(Statistic):
         return Segments(self.segments, first_key, positions)
 
     def chosen(self, keys: int, device: torch.device) -> Bool[Tensor, "#B S n"]:
-        """Return which of the keys are in which segment."""
+        """Return True for keys in a segment, a column for each segment."""
         place = torch.arange(keys, device=device) + self.first_key
         columns = []
         for given in self.segments.values():
@@ -177,7 +177,7 @@ def _of_rows(one_hot: Float[Tensor, "#B 1 S n"], work: Work) -> Tensor:
 
 
 def _see(chosen: Bool[Tensor, "#B S n"], view: View) -> Bool[Tensor, "#B #H t n"]:
-    """Return which queries may attend to a key of which segment."""
+    """Return True for queries that may attend to a key of a segment, a column for each segment."""
     if view.ranges is not None:
         before = torch.nn.functional.pad(chosen.long().cumsum(1), (0, 0, 1, 0))
         low, high = (take(before, edge[..., None]).squeeze(3) for edge in view.ranges)
