@@ -257,20 +257,21 @@ def run(t):
     ids = torch.randint(0, 50, (t,))
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    hw.observe(q, k, v, hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.First()),
+    seen = hw.observe(q, k, v, hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.First()),
         hw.Mass(hw.Induction(ids)), hw.Mass(hw.Window(64)), hw.Distance(spread=True), hw.Map(16),
         hw.TopKeys(4), hw.Received(), hw.OffsetHistogram(), hw.Similarity(16), hw.OutputNorm(),
         mask=hw.Causal())
+    [seen[name] for name in seen.names]  # what is not read is not worked out
     return resident("VmHWM") - before
 run(256)
-print(run(8192))
+print(run(16384))
 """
 
 
 def test_the_full_set_needs_no_matrix() -> None:
     done = fresh.run(MEMORY)
     assert not done.returncode, done.stderr
-    assert int(done.stdout) < 150 * 2**20  # one matrix of two heads would be 512 MiB
+    assert int(done.stdout) < 700 * 2**20  # one matrix of two heads would be 2 GiB
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "blocked", "eager"])

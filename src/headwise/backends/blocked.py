@@ -77,12 +77,12 @@ class Blocked(Backend):
         if (call.needs_grad or transformed()) and call.extent.queries:
             outs, lses = zip(*(computed_again(_run_block, call, b) for b in cut), strict=True)
             return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-        # Into room that is made beforehand: small results left between the passing large ones would
-        # keep the heap from closing up.
+        # Into room that is made beforehand, and the last block, which is causally the largest,
+        # first: small results kept between passing ones, and holes too small for the next, add up.
         e = call.extent
         out = call.v.new_empty(e.batch, e.heads, e.queries, call.v.shape[-1])
         lse = torch.empty(out.shape[:3], dtype=statistics_dtype(call.q.dtype), device=out.device)
-        for block in cut:
+        for block in reversed(list(cut)):
             out[:, :, block.rows], lse[:, :, block.rows] = _run_block(call, block)
         return out, lse
 

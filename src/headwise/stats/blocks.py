@@ -162,8 +162,8 @@ class Scores:
         """Return figures `[B, H, n]` of whole rows, all from one pass.
 
         For a gradient a block is computed again in the backward pass, so that no T×T matrix is
-        kept. Without, results go where room was made beforehand: small ones left between the
-        passing large ones would keep the heap from closing up.
+        kept. Without, results go where room was made beforehand, and the last block, which is
+        causally the largest, comes first: the heap gets no holes that the next does not fit in.
         """
         e, size = self.extent, SCORES_AT_A_TIME if self.gradients else SCORES_IN_CACHE
         cut, shape = self.blocks(size), (e.batch, e.heads)
@@ -177,7 +177,7 @@ class Scores:
             if parts:
                 return [torch.cat(figure, dim=2) for figure in zip(*parts, strict=True)]
         whole = [self.call.q.new_zeros(*shape, e.queries) for _ in figures]
-        for block in cut:
+        for block in reversed(list(cut)):
             for figure, part in zip(whole, of(block), strict=True):
                 figure[:, :, block.rows] = part
         return whole
