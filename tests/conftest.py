@@ -58,14 +58,6 @@ def _fresh() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow machine, commands in this process write no progress beside what tests read."""
-    from headwise.cli import terminal
-
-    monkeypatch.setattr(terminal, "FIRST_LINE", 600.0)
-
-
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """Switch shape checks off, where the run has them: users do not, they have our errors."""

@@ -20,7 +20,7 @@ from headwise.report.page import render_page
 from headwise.report.samples import Samples
 from headwise.report.schema import load
 from headwise.report.subjects import subject_of
-from headwise.report.terminal import best_heads, by_salience, summary, table
+from headwise.report.terminal import by_salience, summary, table
 
 WORDS = "The cat sat on the mat, and the cat slept"
 
@@ -236,14 +236,14 @@ def test_the_most_notable_heads_come_first() -> None:
     scores = [row["labels"][0]["score"] for row in first]
     assert scores == sorted(scores, reverse=True)
     assert len(scores) > 1
-    lines = best_heads(seen).splitlines()
-    assert len(lines) == 1 + len({*labels} - {None})
-    assert lines[1].split()[0] == f"L{first[0]['layer']}H{first[0]['head']}"
-    assert f"({scores[0]:.2f}" in lines[1]
+    before, after = summary(seen, [], top=5)
+    assert f"are labeled {labels[0]} (strongest: L{first[0]['layer']}H{first[0]['head']})" in before
+    shown = {one["label"] for row in by_salience(seen)[:5] for one in row["labels"]}
+    assert shown <= {line.partition(":")[0] for line in after.splitlines()}
     assert table(seen, top=5)[0].row_count == 5
     assert table(seen)[0].row_count == 12
-    assert "5 of 12 heads; --top 0 prints all" in summary(seen, [], top=5)[1]
-    assert "--top" not in summary(seen, [], top=12)[1]
+    assert "5 of 12 heads; --all prints every head" in after
+    assert "--all" not in summary(seen, [], top=12)[1]
 
 
 def test_all_that_is_printed_has_one_width(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,26 +287,10 @@ def test_no_color_takes_the_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn[1] == "induction\n"
 
 
-def test_progress_is_told_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A log gets lines, also while one long step is done; a short command and a quiet one none."""
-    import time
-
-    with terminal.bar("climbing"):
-        pass
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(terminal, "FIRST_LINE", 0.01)
-    monkeypatch.setattr(terminal, "NEXT_LINES", 0.01)
+def test_progress_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.bar("climbing") as report:
         report("climbing", 0.25)
-        time.sleep(0.2)
-    said = capsys.readouterr().err.splitlines()
-    assert "climbing: 25%" in said
-    assert len(said) > 1
-    with terminal.bar("climbing", drawn=False):
-        time.sleep(0.05)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_ladder_tells_how_far_it_is_unless_it_is_to_be_quiet(

@@ -30,7 +30,7 @@ from ..report.page.report import titles
 from ..report.sample import LookError
 from ..report.samples import TextFile
 from ..report.schema import Look, load
-from ..report.terminal import TOP, best_heads, fit_table, format_difference, summary, table
+from ..report.terminal import METRICS, TOP, fit_table, format_difference, summary, table
 from ..weights.folders import read_config
 from .terminal import SEEDS, TIMEOUT, Quiet, bar, console, launched, paged
 
@@ -83,9 +83,12 @@ def look(
         typer.Option("--importance", help="Sensitivity of the loss to each head, by gradient."),
     ] = False,
     ablation: Annotated[
-        bool,
-        typer.Option("--ablation", help="The loss without each head: one forward pass per head."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="The loss without each head: one forward pass per head; small models have it.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="A B", help="Two earlier results, pages or saved, side by side."),
@@ -97,11 +100,11 @@ def look(
         str | None, typer.Option(metavar="TEXT", help="Of the page; none: the model and the text.")
     ] = None,
     top: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Heads in the table, the most salient first; 0: all."
-        ),
+        int, typer.Option(min=1, metavar="N", help="Heads in the table, the most salient first.")
     ] = TOP,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every head, and every metric that fits.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
@@ -166,7 +169,7 @@ def look(
             if first:
                 _write(seen, out, save)
         if first:
-            _print_all(seen, out, save, as_json, top, quiet)
+            _print_all(seen, out, save, as_json, None if every else top, quiet)
     return 0
 
 
@@ -204,7 +207,7 @@ def _write(seen: Look, out: Path | None, save: Path | None) -> None:
 
 
 def _print_all(
-    seen: Look, out: Path | None, save: Path | None, as_json: bool, top: int, quiet: bool
+    seen: Look, out: Path | None, save: Path | None, as_json: bool, top: int | None, quiet: bool
 ) -> None:
     if as_json:
         print(json.dumps(finite(seen.rows), indent=2, ensure_ascii=False, allow_nan=False))
@@ -260,14 +263,10 @@ def _device(name: str) -> str:
     return name
 
 
-def _show(seen: Look, top: int, quiet: bool) -> None:
+def _show(seen: Look, top: int | None, quiet: bool) -> None:
     screen = console()
-    drawn, left_out = table(seen, screen.width, top=top or None)
-    before, after = summary(seen, left_out, top=top or None)
-    if quiet:
-        before = after = ""
-    else:
-        before = f"{before}\n\n{best_heads(seen)}"
+    drawn, left_out = table(seen, screen.width, top=top, columns=METRICS if top else None)
+    before, after = ("", "") if quiet else summary(seen, left_out, top=top)
     _print(screen, before, drawn, after)
 
 

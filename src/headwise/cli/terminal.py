@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
@@ -23,15 +22,16 @@ WIDTH = 120
 TIMEOUT = 600.0
 """Seconds until a rank that hangs is given up: a first step may compile."""
 
-FIRST_LINE, NEXT_LINES = 2.0, 10.0
-"""Seconds until the first line of progress in a log, and between the next ones."""
-
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no remarks.")]
 
 
 def console() -> Console:
-    """Return standard output, `WIDTH` wide where it is no terminal; `NO_COLOR` turns colors off."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
+    """Return standard output: as wide as its terminal or `COLUMNS` says, else `WIDTH`.
+
+    `NO_COLOR` turns colors off.
+    """
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else WIDTH)
 
 
 @contextlib.contextmanager
@@ -50,17 +50,13 @@ def paged(console: Console, lines: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Show progress on standard error: a bar in a terminal, and elsewhere a line now and then.
+    """Show progress on standard error as a bar; where that is no terminal, show none.
 
     Gives a function of the current task and the share of it that is done.
     """
     errors = Console(stderr=True)
-    if not drawn:
+    if not drawn or not errors.is_terminal:
         yield lambda doing, share: None
-        return
-    if not errors.is_terminal:
-        with _lines(doing) as written:
-            yield written
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Bar(*columns, console=errors, transient=True) as shown:
@@ -72,33 +68,6 @@ def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], No
             shown.update(task, completed=share)
 
         yield report
-
-
-@contextlib.contextmanager
-def _lines(doing: str) -> Iterator[Callable[[str, float], None]]:
-    """Print a line of progress after `FIRST_LINE` seconds, and every `NEXT_LINES` from then on.
-
-    A thread prints them, so that there are some during one long step.
-    """
-    now, done = (doing, 0.0), threading.Event()
-
-    def report(doing: str, share: float) -> None:
-        nonlocal now
-        now = doing, share
-
-    def write() -> None:
-        wait = FIRST_LINE
-        while not done.wait(wait):
-            print(f"{now[0]}: {now[1]:.0%}", file=sys.stderr, flush=True)
-            wait = NEXT_LINES
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    try:
-        yield report
-    finally:
-        done.set()
-        writer.join()
 
 
 @contextlib.contextmanager

@@ -45,6 +45,9 @@ from .subjects import subject_of
 
 Report = Callable[[str, float], None]
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+ABLATION_LIMIT = 1e11
+"""The most heads × parameters × tokens of a model whose heads are ablated by default: seconds."""
+
 EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in pieces of words, 0.07 in letters
 
 
@@ -57,7 +60,7 @@ def look(
     context: int | None = None,
     seed: int = 0,
     importance: bool = False,
-    ablation: bool = False,
+    ablation: bool | None = None,
     loss: Loss | None = None,
     model_name: str | None = None,
     text_name: str = "text",
@@ -87,7 +90,8 @@ def look(
         seed: of the random tokens, and of the tokens masked for a masked language model.
         importance: also `importance()` of every head, on the texts' own loss. A model that has none
             goes without, and the notice says so.
-        ablation: also `ablation_scan()`, which is a forward for each head and text.
+        ablation: also `ablation_scan()`, which is a forward for each head and text. By default it
+            is measured on one text where that takes few operations (`ABLATION_LIMIT`).
         loss: what importance and ablation are to mind in place of the texts' own loss:
             `loss(model, inputs)` of one text, a scalar, where `inputs` are what the model is given
             (`input_ids` and `attention_mask`, `pixel_values`; `ids` for a module of one's own).
@@ -135,6 +139,10 @@ def look(
         collected, first, facts = _collect_all(subject, samples, seed, report_progress, shared)
         repeats = _on_a_short_repeat(subject, seed, collected)
         effects, own = [], samples.read > 0  # a rank may have no text
+        if ablation is None:
+            work = facts["heads"] * facts["parameters"] * facts["tokens_shown"]
+            one_text = samples.number == 1 and loss is None and subject.loss_of
+            ablation = bool(one_text) and work <= ABLATION_LIMIT
         if importance:
             report_progress("importance", 0.0)
             slopes = importance_of(model, mean_loss, samples) if own else None

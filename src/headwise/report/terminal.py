@@ -6,20 +6,21 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from .._text import escaped
 from ..capture.head_address import head_label
 from .catalog import COLUMNS, LABEL_STYLES
+from .findings import finding, labeled_heads
 from .head_labels import NO_LABEL, RULES
 from .schema import Look
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-TOP = 24
-"""Heads in a table by default."""
+TOP, METRICS = 8, 6
+"""Heads and metrics in a table by default."""
 
 # The order in which a narrow terminal goes without columns; they stay in --json and on the page.
 SPARE = (
@@ -37,61 +38,37 @@ UNITS = {
 """What the streams are counted in."""
 
 
-def table(look: Look, width: int = 120, *, top: int | None = None) -> tuple[Table, list[str]]:
-    """Return the `top` most salient rows as a rich table no wider than `width`, and the titles of
-    omitted columns."""
+def table(
+    look: Look, width: int = 120, *, top: int | None = None, columns: int | None = None
+) -> tuple[Table, list[str]]:
+    """Return the `top` most salient rows as a rich table no wider than `width`, with at most so
+    many columns of metrics, and the titles of omitted ones."""
     rows = by_salience(look)[:top]
-    return fit_table(
-        [{**row, "label": [label["label"] for label in row["labels"]]} for row in rows], width
-    )
+    named = [{**row, "label": [label["label"] for label in row["labels"]]} for row in rows]
+    return fit_table(named, width, columns=columns)
 
 
 def by_salience(look: Look) -> list[dict[str, Any]]:
-    """Sort the rows by salience: by their first labels in the order of the rules, and within one
-    label by strength."""
-    order = {
-        label: place
-        for place, label in enumerate(dict.fromkeys(r["label"] for r in _rules_of(look)))
-    }
-
-    def place(row: dict[str, Any]) -> tuple[float, float]:
-        if not row["labels"]:
-            return len(order), 0.0
-        return order.get(row["labels"][0]["label"], len(order)), -_strength(row["labels"][0])
-
-    return sorted(look.rows, key=place)
+    """Sort the rows by label, the surest head of each label first; unlabeled heads come last."""
+    heads = labeled_heads(look.rows, rules_of(look))
+    places = dict.fromkeys(chain(*heads.values(), range(len(look.rows))))
+    return [look.rows[place] for place in places]
 
 
-def _rules_of(look: Look) -> list[dict[str, Any]]:
+def rules_of(look: Look) -> list[dict[str, Any]]:
     """Return the rules of a look, or the current ones if it has none."""
     return look.rules or [vars(rule) for rule in RULES]
 
 
-def _strength(label: Mapping[str, Any]) -> float:
-    """Return the strength of a label: its score, negated where less is stronger."""
-    score = label.get("score", 0.0)
-    return -score if label.get("sign") == "≤" else score
-
-
-def best_heads(look: Look) -> str:
-    """List the best head of each label."""
-    why = {rule["key"]: rule["why"] for rule in reversed(_rules_of(look))}
-    lines, told = [], set[str]()
-    for row in by_salience(look):
-        for label in row["labels"][:1]:
-            if label["label"] in told:
-                continue
-            told.add(label["label"])
-            heads = sum(label["label"] == one["label"] for of in look.rows for one in of["labels"])
-            where = " on repeated random tokens" if label["key"].endswith("_random") else ""
-            name = escaped(head_label(row["layer"], row["head"]))
-            lines.append(
-                f"{name:>6}  {escaped(label['label'])}: {escaped(why.get(label['key'], ''))} "
-                f"({format_metric(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
-            )
-    if not lines:
-        return "No rule holds for any head."
-    return "\n".join(["The best head for each label:", *lines])
+def label_lines(look: Look, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each label that these rows have: what it means, and on which tokens."""
+    why = {rule["key"]: rule["why"] for rule in rules_of(look)}
+    keys = {one["label"]: one.get("key", "") for row in rows for one in row["labels"]}
+    return [
+        f"{escaped(label)}: {escaped(why.get(key, ''))}"
+        + (", on repeated random tokens" if key.endswith("_random") else "")
+        for label, key in keys.items()
+    ]
 
 
 def format_metric(value: float) -> str:
@@ -118,11 +95,16 @@ def format_difference(value: float) -> str:
 
 
 def fit_table(
-    rows: Sequence[Mapping[str, Any]], width: int, written: Callable[[float], str] = format_metric
+    rows: Sequence[Mapping[str, Any]],
+    width: int,
+    written: Callable[[float], str] = format_metric,
+    *,
+    columns: int | None = None,
 ) -> tuple[Table, list[str]]:
     """Return a table of rows whose `label` is a list of names, with metrics formatted by `written`.
 
-    What does not fit goes: first all labels of a head but one, then columns.
+    Metrics beyond `columns` are omitted. What does not fit goes: first all labels of a head but
+    one, then more metrics.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -132,8 +114,15 @@ def fit_table(
     keys = [key for key in briefs if any(row.get(key) is not None for row in rows)]
     if "first" in keys and all(row.get("cls") is not None for row in rows):
         keys.remove("first")  # it is the class token in every row
-    spare, left_out = [key for key in SPARE if key in keys], []
-    whole = True
+    spare, left_out, whole = [key for key in SPARE if key in keys], list[str](), True
+
+    def omit() -> None:
+        gone = spare.pop(0)
+        left_out.append(briefs[gone].title)
+        keys.remove(gone)
+
+    while columns is not None and len(keys) > columns and spare:
+        omit()
     while True:
         drawn = _drawn(rows, keys, whole, written)
         if Measurement.get(console, console.options, drawn).maximum <= width or not spare:
@@ -141,9 +130,7 @@ def fit_table(
         if whole:
             whole = False
             continue
-        gone = spare.pop(0)
-        left_out.append(briefs[gone].title)
-        keys.remove(gone)
+        omit()
 
 
 def _drawn(
@@ -202,22 +189,25 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
         )
     if losses:
         before += f"\nloss: {'; '.join(losses)}"
-    after = []
-    if top is not None and len(look.rows) > top:
+    before += f"\n\n{escaped(finding(look.rows, rules_of(look)))}"
+    after = [*label_lines(look, by_salience(look)[:top])]
+    if after:
+        after.append("")
+    if top is not None and (len(look.rows) > top or left_out):
         after.append(
-            f"{top} of {len(look.rows)} heads; --top 0 prints all, the page and --json have all."
+            f"{min(top, len(look.rows))} of {len(look.rows)} heads; --all prints every head and "
+            "metric, the page and --json have them."
         )
-    after += [
-        "Means over queries; the percentage is the share of queries that have such a key. The page "
-        "says what each metric means."
-    ]
+    elif left_out:
+        after.append(f"Omitted for width: {'; '.join(left_out)} (see --json).")
+    after.append(
+        "Metrics are means over queries, of the share that has such a key where one is given."
+    )
     if facts["texts"] > 1:
         after.append("Standard errors over texts are on the page and in --json.")
     if facts.get("random_rows"):
         after.append("rand.: on repeated random tokens.")
     after += [f"layer {line}" for line in module_lines(look)]
-    if left_out:
-        after.append(f"Omitted columns: {'; '.join(left_out)} (see --json).")
     if facts["notice"]:
         after.append(facts["notice"])
     return before, "\n".join(after)

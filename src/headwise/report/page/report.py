@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from headwise._text import escaped
 from headwise.report.catalog import LABEL_STYLES
+from headwise.report.findings import finding, labeled_heads
 
 from .parts import check_out, fill, json_text, packed, part, write_html
 
@@ -83,7 +84,13 @@ def render_page(look: Documented, *, other: Documented | None = None) -> str:
     documents = [one.document() for one in (look, other) if one is not None]
     names = titles([one["provenance"] for one in documents])
     results = [
-        one | {"made": provenance_lines(one), "title": name}
+        one
+        | {
+            "made": provenance_lines(one),
+            "title": name,
+            "finding": finding(one["rows"], one["rules"]),
+            "labeled": labeled_heads(one["rows"], one["rules"]),
+        }
         for one, name in zip(documents, names, strict=True)
     ]
     parts = {

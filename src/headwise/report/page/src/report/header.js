@@ -4,7 +4,6 @@ import { $, el } from "../shared/dom.js";
 import { counted, whole } from "../shared/words.js";
 import { data, runs } from "./look.js";
 import { state } from "./state.js";
-import { findings } from "./telling.js";
 
 export function drawHeader() {
   const made = data.provenance;
@@ -33,7 +32,7 @@ export function drawHeader() {
   $("word-repeats").hidden = !data.repeats.length;
   $("word-loss").hidden = runs.every((run) => !lossOf(run));
   $("facts").replaceChildren(...facts);
-  $("finding").textContent = runs.length > 1 ? "" : findings();
+  $("finding").textContent = runs.length > 1 ? "" : data.finding;
   $("notice").hidden = !made.notice;
   $("notice").textContent = made.notice ?? "";
 }

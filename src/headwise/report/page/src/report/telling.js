@@ -1,40 +1,18 @@
 // Heads and tokens that are worth showing first.
 
-import { counted, headName, whole } from "../shared/words.js";
-import { NONE, data } from "./look.js";
+import { data } from "./look.js";
 import { isClear, isExample, visibleKeys } from "./sentence.js";
 import { strongest } from "./weights.js";
-import { figure } from "./words.js";
 
 /** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
 function surety({ score, threshold, sign = "≥" }) {
   return sign === "≤" ? (threshold - score) / (threshold || 1) : (score - threshold) / Math.max(1e-9, 1 - threshold);
 }
 
-/** Of each label found, in the rules' order: `{ label, row, found }`, the surest head and how many have it. */
-export function bestExamples() {
-  return data.labels.filter((name) => name !== NONE).flatMap((name) => {
-    const of = (index) => data.rows[index].labels.find(({ label }) => label === name);
-    const rows = [...data.rows.keys()].filter(of).sort((a, b) => surety(of(b)) - surety(of(a)) || a - b);
-    return rows.length ? [{ name, rows, label: of(rows[0]) }] : [];
-  });
-}
-
-/** What was found, in a sentence or two: the first labels, and the head that the loss depends on most. */
-export function findings() {
-  const total = data.rows.length;
-  const lead = (key) => data.rows.reduce((best, row) => ((row[key] ?? -Infinity) > (best[key] ?? -Infinity) ? row : best), data.rows[0]);
-  const found = bestExamples().slice(0, 3).map(({ name, rows }, place) => {
-    const heads = place ? String(rows.length) : `${whole(rows.length)} of ${counted(total, "head")} ${rows.length > 1 ? "are" : "is"} labeled`;
-    return `${heads} ${name} (${rows.length > 1 ? "strongest: " : ""}${headName(data.rows[rows[0]])})`;
-  });
-  const parts = [found.length ? `${found.join(", ")}.` : "No head meets the rule of a label."];
-  if (data.column.has("ablation")) {
-    const row = lead("ablation");
-    if (row.ablation > 0) parts.push(`Ablating ${headName(row)} costs most: +${figure(row.ablation, data.column.get("ablation"))} nats of loss.`);
-  } else if (data.column.has("importance")) parts.push(`The loss is most sensitive to ${headName(lead("importance"))}.`);
-  return parts.join(" ");
-}
+/** Of each label found, in the rules' order: its heads, the surest first, and that one's label. */
+export const bestExamples = () => Object.entries(data.labeled).map(([name, rows]) => ({
+  name, rows, label: data.rows[rows[0]].labels.find(({ label }) => label === name),
+}));
 
 /** The head to begin with: of the first rule that names one well past its threshold; else the surest of all. */
 export function tellingHead() {

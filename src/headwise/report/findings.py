@@ -1,0 +1,81 @@
+"""The findings of a look: the heads of each label, the surest first, and a sentence about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from ..capture.head_address import head_label
+
+Row = Mapping[str, Any]
+
+
+def labeled_heads(rows: Sequence[Row], rules: Sequence[Row]) -> dict[str, list[int]]:
+    """Return the rows of each label, in the order of the rules; of a label, the surest head first.
+
+    A head is the surer, the further its score is past the rule's threshold.
+
+    >>> def row(score):
+    ...     return {"labels": [{"label": "local", "score": score, "threshold": 0.5}]}
+    >>> labeled_heads([row(0.6), row(0.9), {"labels": []}], [{"label": "local"}])
+    {'local': [1, 0]}
+    """
+    heads: dict[str, list[int]] = {}
+    labels = (one["label"] for one in chain(rules, *(row["labels"] for row in rows)))
+    for label in dict.fromkeys(labels):
+        margins = {
+            place: _margin(one)
+            for place, row in enumerate(rows)
+            for one in row["labels"]
+            if one["label"] == label
+        }
+        if margins:
+            heads[label] = sorted(margins, key=lambda place: -margins[place])
+    return heads
+
+
+def _margin(label: Row) -> float:
+    """Return how far a score is past its threshold, as a share of the way to the scale's end."""
+    score, threshold = label.get("score", 0.0), label.get("threshold", 0.0)
+    if label.get("sign") == "≤":
+        return (threshold - score) / (threshold or 1.0)
+    return (score - threshold) / max(1e-9, 1.0 - threshold)
+
+
+def finding(rows: Sequence[Row], rules: Sequence[Row]) -> str:
+    """Return one or two sentences: the first labels, and the head that the loss depends on most.
+
+    >>> label = {"label": "local", "score": 0.9, "threshold": 0.5}
+    >>> rows = [{"layer": 2, "head": 1, "labels": [label], "ablation": 0.41}]
+    >>> finding(rows, [{"label": "local"}])
+    '1 of 1 head is labeled local (L2H1). Ablating L2H1 costs most: +0.41 nats of loss.'
+    """
+    found = [
+        f"{_count(len(heads), len(rows)) if not place else len(heads)} {label} "
+        f"({'strongest: ' * (len(heads) > 1)}{_name(rows[heads[0]])})"
+        for place, (label, heads) in enumerate(list(labeled_heads(rows, rules).items())[:3])
+    ]
+    said = f"{', '.join(found)}." if found else "No head meets the rule of a label."
+    for metric, form in EFFECTS.items():
+        known = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
+        if known:
+            most = max(known, key=lambda row: row[metric])
+            return f"{said} {form.format(_name(most), most[metric])}" if most[metric] > 0 else said
+    return said
+
+
+EFFECTS = {
+    "ablation": "Ablating {} costs most: {:+.2g} nats of loss.",
+    "importance": "The loss is most sensitive to {}.",
+}
+"""The metrics of an effect on the loss, the most certain first, and what is said of their head."""
+
+
+def _count(heads: int, of: int) -> str:
+    return f"{heads:,} of {of:,} head{'s' * (of > 1)} {'are' if heads > 1 else 'is'} labeled"
+
+
+def _name(row: Row) -> str:
+    return head_label(row["layer"], row["head"])
