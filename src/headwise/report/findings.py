@@ -70,7 +70,7 @@ EFFECTS = {
     "ablation": "Ablating {} costs most: {:+.2g} nats of loss.",
     "importance": "The loss is most sensitive to {}.",
 }
-"""The metrics of an effect on the loss, the most certain first, and what is said of their head."""
+"""The metrics of an effect on the loss, the most certain first, with the sentence for each."""
 
 
 def _count(heads: int, of: int) -> str:
