@@ -102,12 +102,13 @@ def test_the_public_names_are_these() -> None:
     masks = """ALiBi At Bias Causal Dense Documents First Induction Mask Padding Prefix Previous
         SameToken Self Window"""
     layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"
-    functions = """ablate ablation_scan accelerate attend attention_of check convert detect_layout
-        explain head_outputs importance look observe qk_clip_ register timeline watch"""
+    functions = """ablate ablation_scan accelerate attend attention_of check circuits convert
+        detect_layout explain head_outputs importance look observe qk_clip_ register timeline
+        watch"""
     others = "__version__ integrations parallel"
     names = " ".join((statistics, masks, layers, functions, others)).split()
     assert sorted(dir(hw)) == sorted(names)
-    assert len(names) <= 60
+    assert len(names) <= 70
     for name in names:
         getattr(hw, name)
 

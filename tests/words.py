@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 # The packages and modules that are checked by default; the list grows until it is all of them.
 CLEAN = (
     "__init__.py __main__.py _io.py _tables.py _text.py attend.py testing.py backends check cli "
-    "core integrations kernels layers models parallel report stats systems telemetry tutorial "
-    "weights"
+    "core integrations kernels layers models parallel report research stats systems telemetry "
+    "tutorial weights"
 ).split()
 
 # First words of a docstring that open a clause instead of an instruction or a noun.

@@ -23,6 +23,7 @@ MODULES = {
     "headwise.telemetry": "headwise.telemetry",
     "headwise.testing": "headwise.testing",
     "headwise.report": "headwise.report.head_labels",
+    "headwise.research": "headwise.research",
     "headwise.models": "headwise.models.gpt",
 }
 """What users import, and the module whose `__all__` says what is public in it."""

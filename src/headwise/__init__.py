@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from . import models as models
     from . import parallel as parallel
     from . import report as report
+    from . import research as research
     from . import stats as stats
     from . import systems as systems
     from . import telemetry as telemetry
@@ -53,6 +54,7 @@ if _TYPE_CHECKING:
     )
     from .report.look import look
     from .report.page.timeline import timeline
+    from .research.circuits import circuits
     from .telemetry import History, Monitor
     from .telemetry.clip import qk_clip_
     from .telemetry.floor import EntropyFloor
@@ -106,6 +108,7 @@ __all__ = [
     "attend",
     "attention_of",
     "check",
+    "circuits",
     "convert",
     "detect_layout",
     "explain",
@@ -122,7 +125,7 @@ __all__ = [
 ]
 
 _LAZY_MODULES = """
-    capture integrations models parallel report systems telemetry testing tutorial weights
+    capture integrations models parallel report research systems telemetry testing tutorial weights
 """.split()
 _LAZY_NAMES = {
     "capture": """
@@ -130,6 +133,7 @@ _LAZY_NAMES = {
     """,
     "report.look": "look",
     "report.page.timeline": "timeline",
+    "research.circuits": "circuits",
     "telemetry": "History Monitor",
     "telemetry.clip": "qk_clip_",
     "telemetry.floor": "EntropyFloor",
