@@ -388,8 +388,8 @@ def test_a_run_is_told_and_its_page_written(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run        run: 5 heads in 2 layers"
     assert lines[1] == "recorded   7 steps, 1 to 60; entropy, first, max_logit"
-    assert lines[2].startswith("alarms     step 30: head 1 of blocks.1.attn: max_logit is 123.5")
-    assert lines[3].startswith("           step 50: head 2 of blocks.0.attn")
+    assert lines[2].startswith("alarms     step 30: L1H1 (blocks.1.attn): max_logit is 123.5")
+    assert lines[3].startswith("           step 50: L0H2 (blocks.0.attn)")
     assert lines[4] == f"page: {folder / 'page.html'}"
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
 

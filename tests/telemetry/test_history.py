@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import shutil
@@ -493,3 +494,45 @@ def test_a_layer_that_is_left_out_of_a_step_has_no_figure_there(path: Path) -> N
     series = hw.History(path)["entropy"]
     assert np.isfinite(series.values[0]).all()
     assert np.isfinite(series.values[1]).tolist() == [True] * 2 * H + [False] * 2 * H
+
+
+def test_scalars_of_steps(path: Path) -> None:
+    """Tensors and numbers, NaN too; a resumed run replaces later ones."""
+    model = hw.MultiHeadAttention(24, num_heads=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train(steps: range, **settings: Any) -> None:
+        with hw.Monitor(model, optimizer, every=2, history=path, **settings) as monitor:
+            for step in steps:
+                loss = model(torch.randn(1, 5, 24), mask=hw.Causal()).square().mean()
+                loss.backward()
+                monitor.log(loss=torch.tensor(float(step), requires_grad=True), norm=step / 2)
+                optimizer.step()
+            monitor.log(loss=math.nan)
+
+    train(range(1, 5))
+    scalars = hw.History(path).scalars
+    assert scalars["learning_rate"] == {1: 0.5, 2: 0.5, 4: 0.5}
+    assert scalars["norm"] == {1: 0.5, 2: 1.0, 3: 1.5, 4: 2.0}
+    assert math.isnan(scalars["loss"].pop(5))
+    assert scalars["loss"] == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    train(range(3, 4), step=2)
+    assert hw.History(path).scalars["norm"] == {1: 0.5, 2: 1.0, 3: 1.5}
+
+
+@pytest.mark.parametrize("value", ["low", torch.ones(2), None, True])
+def test_scalars_are_numbers(path: Path, value: Any) -> None:
+    monitor = hw.Monitor(hw.MultiHeadAttention(24, num_heads=3), history=path)
+    with monitor, pytest.raises(ValueError, match=r"monitor\.log\(loss=.*give a number"):
+        monitor.log(loss=value)
+
+
+def test_a_file_without_scalars_is_read_and_continued(path: Path) -> None:
+    written(path, [2]).close()
+    with sqlite3.connect(path) as file:
+        file.execute("DROP TABLE scalars")
+    assert hw.History(path).scalars == {}
+    writer = HistoryWriter(path, 2, {"every": 2})
+    writer.write([(record(4), [])], LAYERS_OF, scalars=[(4, "loss", 0.5)])
+    writer.close()
+    assert hw.History(path).scalars == {"loss": {4: 0.5}}

@@ -125,7 +125,7 @@ def grown(layer: int, factor: float) -> tuple[Any, torch.optim.Optimizer]:
 
 def test_a_warning_names_head_step_number_and_rule(tmp_path: Path) -> None:
     model, optimizer = grown(1, 1e4)
-    path, said = tmp_path / "heads.sqlite", r"step 1: head 1 of blocks\.1\.own: max_logit is .* 100"
+    path, said = tmp_path / "heads.sqlite", r"step 1: L2H1 \(blocks\.1\.own\): max_logit is .* 100"
     with pytest.warns(UserWarning, match=said):
         monitor = monitored((model, optimizer), range(1), every=1, history=path)
     (alarm,) = [alarm for alarm in monitor.alarms if alarm.rule == "max_logit > 100"]
@@ -157,7 +157,7 @@ def test_a_stop_saves_first_and_is_in_the_history(tmp_path: Path) -> None:
     with pytest.raises(hw.telemetry.StopTraining) as stopped:
         advance(model, optimizer, 0)
     monitor.close()
-    assert "head 1 of blocks.0.own" in str(stopped.value)
+    assert "H1 (blocks.0.own)" in str(stopped.value)
     assert done == ["saved"]
     assert list(stopped.value.alarms) == monitor.alarms == hw.History(path).alarms
 

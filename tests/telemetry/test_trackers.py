@@ -21,12 +21,16 @@ class Writer:
     def __init__(self) -> None:
         self.scalars: list[Any] = []
         self.histograms: list[Any] = []
+        self.texts: list[Any] = []
 
     def add_scalar(self, *told: Any) -> None:
         self.scalars.append(told)
 
     def add_histogram(self, *told: Any) -> None:
         self.histograms.append(told)
+
+    def add_text(self, *told: Any) -> None:
+        self.texts.append(told)
 
 
 def test_a_scalar_a_layer_and_a_histogram_a_statistic() -> None:
@@ -101,3 +105,16 @@ def test_only_finite_figures_are_logged() -> None:
         f"headwise/entropy/{name}" for name in LAYERS[:3]
     ]
     assert len(heads["headwise/entropy"]) == 3 * H
+
+
+def test_alarms_are_logged_as_text() -> None:
+    model, optimizer = made()
+    writer, raised = Writer(), list[Any]()
+    rule = hw.telemetry.Rule("max_logit", above=-1e9, then=raised.append)
+    with hw.Monitor(model, optimizer, every=1, rules=[rule], trackers=[writer]):
+        advance(model, optimizer, 0)
+        advance(model, optimizer, 1)
+    ((tag, text, step),) = writer.texts  # at the first step alone: no head begins to at the next
+    assert (tag, step) == ("headwise/alarms", 1)
+    assert text.split("\n\n") == [str(alarm) for alarm in raised]
+    assert "step 1: L0H0 (" in text

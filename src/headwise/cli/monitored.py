@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .._text import escaped
 from ..models.run import Run
+from ..models.training import Progress
 from ..report.page.timeline import write_timeline
 from ..report.timeline import HISTORY, NothingRecordedError, read_timeline
 from ..telemetry import RULES, Monitor
@@ -21,14 +22,14 @@ RECORDS = 200
 
 def recording(
     folder: Path, *, wanted: bool, resume: bool
-) -> Callable[[Run], AbstractContextManager[object]]:
+) -> Callable[[Run], AbstractContextManager[Callable[[Progress], None] | None]]:
     """Return a context for training: a monitor, if `monitor` is set or a resumed run had one.
 
     At the end, whatever that is, the timeline is written. A run that replaces another leaves
     nothing of its history. Of several ranks, all monitor, and the first one writes.
     """
 
-    def during(run: Run) -> AbstractContextManager[object]:
+    def during(run: Run) -> AbstractContextManager[Callable[[Progress], None] | None]:
         monitored = run.ranks.shared(lambda: wanted or (resume and (folder / HISTORY).exists()))
         if not monitored:
             run.ranks.shared(lambda: _forget(folder))
@@ -43,7 +44,7 @@ def _forget(folder: Path) -> None:
 
 
 @contextmanager
-def _recorded(run: Run, folder: Path) -> Iterator[None]:
+def _recorded(run: Run, folder: Path) -> Iterator[Callable[[Progress], None]]:
     monitor = Monitor(
         run.model,
         run.optimizer,
@@ -55,7 +56,7 @@ def _recorded(run: Run, folder: Path) -> Iterator[None]:
     )
     try:
         with monitor:
-            yield
+            yield lambda progress: monitor.log(step=progress.step, loss=progress.loss)
     finally:
         if run.ranks.rank == 0:
             _write_page(folder)

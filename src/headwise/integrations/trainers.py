@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..capture.modules import check_model
 from ..telemetry.monitor import Monitor
@@ -122,6 +123,12 @@ class MonitorCallback(_Callback):
         if self.monitor is not None and self.monitor.stopping:
             control.should_save = control.should_training_stop = True
 
+    def on_log(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        given = known.get("logs") or {}
+        scalars = {name: given[name] for name in ("loss", "grad_norm") if name in given}
+        if self.monitor is not None:
+            self.monitor.log(step=state.global_step, **scalars)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         self._end()
 
@@ -157,9 +164,14 @@ class LightningMonitor(_Callback):
         if self.monitor is not None:
             self.monitor.resume()
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         monitor = self.monitor
-        if monitor is None or not monitor.stopping or trainer.should_stop:
+        if monitor is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            monitor.log(step=monitor.steps, loss=loss)
+        if not monitor.stopping or trainer.should_stop:
             return
         folder = Path(trainer.default_root_dir)
         trainer.save_checkpoint(folder / f"headwise-stop-{monitor.steps}.ckpt")

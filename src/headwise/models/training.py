@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,9 @@ class Progress:
         return (self.steps - self.step) * self.tokens_per_step / self.tokens_per_second
 
 
+During = AbstractContextManager[Callable[[Progress], None] | None]
+
+
 @dataclass(frozen=True)
 class Summary:
     """The result of a run. Losses are in nats per token, baselines on the same held-out tokens."""
@@ -67,7 +70,7 @@ def train(
     stop_after: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
-    during: Callable[[Run], AbstractContextManager[object]] = nullcontext,
+    during: Callable[[Run], During] = nullcontext,
     ranks: TrainingRanks = ALONE,
 ) -> Summary:
     """Train a small GPT into `folder`, a Hugging Face GPT-2 folder with a checkpoint beside it.
@@ -83,7 +86,8 @@ def train(
         stop_after: stop, saved, after so many steps of this call.
         should_stop: called after every step; True stops the run, saved.
         report: called after every step.
-        during: returns a context to train in, such as a monitor of the run's model.
+        during: returns a context to train in, such as a monitor of the run's model; what it gives,
+            if anything, is also called after every step.
         ranks: the processes that train together (`parallel.training.DataParallelRanks`); each calls
             this, rank 0 alone reads texts and writes the model, and all return the summary.
 
@@ -99,8 +103,9 @@ def train(
         raise ValueError(f"stop_after={stop_after}: must be at least 1")
     with only_run(folder) if ranks.rank == 0 else nullcontext():
         run = _begin(folder, config, ranks, resume=resume, overwrite=overwrite)
-        with during(run):
-            return _train(run, folder, stop_after, should_stop, report)
+        with during(run) as record:
+            reports = [report] if record is None else [report, record]
+            return _train(run, folder, stop_after, should_stop, reports)
 
 
 def _train(
@@ -108,7 +113,7 @@ def _train(
     folder: Path,
     stop_after: int | None,
     should_stop: Callable[[], bool],
-    report: Callable[[Progress], None],
+    reports: Sequence[Callable[[Progress], None]],
 ) -> Summary:
     """Take the steps that are left, saving and measuring on the way."""
     first, started, saved = run.step, time.monotonic(), time.monotonic()
@@ -124,7 +129,9 @@ def _train(
             raise _diverged(run)
         speed = (run.step - first) * tokens / training
         held_out = run.held_out_loss() if run.step % every == 0 else None
-        report(Progress(run.step, run.config.steps, loss, rate, tokens, speed, held_out))
+        progress = Progress(run.step, run.config.steps, loss, rate, tokens, speed, held_out)
+        for report in reports:
+            report(progress)
         late = run.ranks.rank == 0 and time.monotonic() - saved > SAVE_SECONDS
         stop, save = run.ranks.total(torch.tensor([float(should_stop()), float(late)])).tolist()
         if stop:

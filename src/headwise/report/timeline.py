@@ -6,7 +6,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Timeline:
     steps: `[n]`, ascending.
     tracks: by the statistic's name.
     alarms: by step.
+    scalars: the loss and the like, by name and step.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Timeline:
     steps: npt.NDArray[np.int64]
     tracks: dict[str, Track]
     alarms: list[Alarm]
+    scalars: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -107,6 +109,7 @@ class Timeline:
             "statistics": {name: track.kind for name, track in self.tracks.items()},
             "unavailable": self.about.get("unavailable", {}),
             "alarms": [asdict(alarm) for alarm in self.alarms],
+            "scalars": self.scalars,
             "heads": self.rows(-1),
         }
 
@@ -174,6 +177,7 @@ def _read(history: History) -> Timeline:
         steps,
         {name: _track(history[name], steps, len(heads)) for name in _ordered(history, about)},
         [one for one in history.alarms if one.step in there and (one.layer, one.head) in known],
+        history.scalars,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import threading
@@ -45,6 +46,12 @@ CREATE TABLE alarms (
     layer TEXT NOT NULL, head INTEGER NOT NULL, value REAL NOT NULL,
     PRIMARY KEY (step, rule, layer, head));
 """
+_SCALARS = """CREATE TABLE IF NOT EXISTS scalars (
+    step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name));"""
+"""The table that earlier files lack; NULL stands for NaN."""
+
+Scalar = tuple[int, str, float]
+"""A number of a step, such as its loss: the step, the name and the value."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,7 +146,21 @@ class History:
             "SELECT step, rule, statistic, layer, head, value FROM alarms "
             "ORDER BY step, rule, layer, head"
         )
-        return [Alarm(*row) for row in rows]
+        numbers = {layer: number for number, layer in enumerate(self.layers)}
+        return [Alarm(*row, numbers.get(row[3], 0)) for row in rows]
+
+    @property
+    def scalars(self) -> dict[str, dict[int, float]]:
+        """The numbers of steps that `Monitor.log` was given, and the learning rate.
+
+        `scalars["loss"][40]` is the loss of step 40.
+        """
+        found: dict[str, dict[int, float]] = {}
+        if self._file.read("SELECT 1 FROM sqlite_master WHERE name = 'scalars'"):
+            rows = self._file.read("SELECT name, step, value FROM scalars ORDER BY name, step")
+            for name, step, value in rows:
+                found.setdefault(name, {})[step] = math.nan if value is None else value
+        return found
 
     def __getitem__(self, statistic: str) -> Series:
         """Return a metric over all recorded steps.
@@ -290,7 +311,7 @@ class HistoryWriter:
         try:
             with self._file.transaction() as file:
                 self._check_writer(file)
-                for name, columns in (("about", 2), ("layers", 3), ("figures", 6), ("alarms", 6)):
+                for name, columns in _COLUMNS.items():
                     rows = self._lost.execute(f"SELECT * FROM {name}")
                     marks = ", ".join("?" * columns)
                     file.executemany(f"INSERT OR IGNORE INTO {name} VALUES ({marks})", rows)
@@ -306,8 +327,9 @@ class HistoryWriter:
         records: Sequence[tuple[RecordedStep, Sequence[Alarm]]],
         layers: Heads,
         unavailable: Mapping[str, Mapping[str, str]] | None = None,
+        scalars: Sequence[Scalar] = (),
     ) -> None:
-        """Add records, with the alarms of each, in one transaction.
+        """Add records, with the alarms of each, and scalars, in one transaction.
 
         `unavailable` has the reasons for missing metrics, by layer and metric.
 
@@ -333,8 +355,9 @@ class HistoryWriter:
                     "INSERT INTO figures VALUES (?, ?, ?, ?, ?, ?)",
                     [(record.step, *_row(item)) for item in record.figures.items()],
                 )
-                rows = [astuple(alarm) for alarm in alarms]
+                rows = [astuple(alarm)[:-1] for alarm in alarms]
                 file.executemany("INSERT OR REPLACE INTO alarms VALUES (?, ?, ?, ?, ?, ?)", rows)
+            file.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", scalars)
         self._after = None
 
     def _take_over(self, file: sqlite3.Connection) -> None:
@@ -342,7 +365,7 @@ class HistoryWriter:
         if self._check_writer(file):
             return
         if self._after is not None:
-            for name in ("figures", "alarms"):
+            for name in ("figures", "alarms", "scalars"):
                 file.execute(f"DELETE FROM {name} WHERE step > ?", (self._after,))
         if not self._after:
             file.execute("DELETE FROM layers")
@@ -372,6 +395,9 @@ def _row(item: tuple[str, HeadMetrics]) -> tuple[Any, ...]:
     packed = zlib.compress(data, 0 if len(data) < _SMALL else 1)
     return name, figures.kind, figures.queries, figures.of_queries, packed
 
+
+_COLUMNS = {"about": 2, "layers": 3, "figures": 6, "alarms": 6, "scalars": 3}
+"""The number of columns of each table."""
 
 _SMALL = 1 << 12
 """The size in bytes below which numbers are not compressed, as that takes longer than writing."""
@@ -416,6 +442,7 @@ class _File:
                 file.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'WAL' else 'FULL'}")
                 if not tables:
                     file.executescript(f"BEGIN IMMEDIATE;{_TABLES}COMMIT;")
+                file.execute(_SCALARS)
         except sqlite3.DatabaseError as error:
             file.close()
             if isinstance(error, sqlite3.OperationalError):  # locked, full, unreadable

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._text import and_more
 from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
-from ..core.numbers import as_int, fault_of_flags, real
+from ..core.numbers import as_int, fault_of_flags, format_value, real
 from ..stats.entropy import Entropy
 from ..stats.mass import Mass
 from ..stats.max_logit import ABOVE, MaxLogit, Norms
@@ -222,6 +222,37 @@ class Monitor:
         fell = self._scale_fell()  # before `update()`, for a step that was skipped already
         return self.skip() if (fell if skipped is None else skipped) else self._end()
 
+    @outside_graphs
+    def log(self, *, step: int | None = None, **scalars: float | Tensor) -> None:
+        """Add numbers of the current step to the history, such as `loss=loss`.
+
+        Call it before the step ends; of several calls with one name, the last counts. Tensors are
+        copied to the host at the next recorded step, all together. The learning rate of the
+        optimizer's first group is recorded without this. Under data parallelism the numbers of the
+        first rank are kept.
+
+        Args:
+            step: the step that they belong to; by default the one that has not ended yet.
+            scalars: floats, or tensors of one element, by name.
+
+        Raises:
+            ValueError: a value that is no number.
+        """
+        if not is_first():
+            return
+        kept: dict[str, float | Tensor] = {}
+        for name, value in scalars.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                kept[name] = value.detach().reshape(()).clone()
+            elif (number := real(value)) is not None:
+                kept[name] = number
+            else:
+                raise ValueError(
+                    f"monitor.log({name}={format_value(value)}): give a number, or a tensor of one "
+                    f"element."
+                )
+        self._recorder.log(self.steps + 1 if step is None else step, kept)
+
     def skip(self) -> list[Alarm]:
         """Discard the forwards since the last step: the optimizer skipped it."""
         self._capture.clear()
@@ -356,6 +387,8 @@ class Monitor:
         self.latest = figures
         if not is_first():
             return []
+        if self._optimizer is not None:
+            self.log(step=self.steps, learning_rate=self._optimizer.param_groups[0]["lr"])
         alarms = self._recorder.record(self.steps, figures, self.unavailable)
         self.alarms += alarms
         return alarms

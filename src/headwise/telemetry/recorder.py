@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from .figures import HeadMetrics
-from .history import HistoryWriter
+from .history import HistoryWriter, Scalar
 from .rules import Alarm, RecordedStep, Rule, alarms_at
 from .step_capture import Warn
 from .trackers import Tracker, logged
 
 _MOST_UNWRITTEN = 64
 """The number of steps that are held while the history cannot be written."""
+
+_MOST_SCALARS = 1 << 16
+"""The number of scalars that are held until the next recorded step."""
 
 
 class Recorder:
@@ -41,6 +47,7 @@ class Recorder:
         self._recent: deque[RecordedStep] = deque(maxlen=max((r.reach for r in rules), default=1))
         self._unwritten: deque[tuple[RecordedStep, list[Alarm]]] = deque(maxlen=_MOST_UNWRITTEN)
         before = history.read() if history is not None and after else None
+        self._scalars: deque[tuple[int, str, float | Tensor]] = deque(maxlen=_MOST_SCALARS)
         self._resumed = before is not None
         if before is not None:
             self.heads = before.layers
@@ -62,6 +69,11 @@ class Recorder:
                     f"{layer or 'the model'} has {number} heads, and had {self.heads[layer]} before"
                 )
 
+    def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
+        """Keep numbers of a step for the history; those in tensors are read when it is written."""
+        if self.history is not None:
+            self._scalars.extend((step, name, value) for name, value in scalars.items())
+
     def record(
         self,
         step: int,
@@ -76,7 +88,7 @@ class Recorder:
         if self.history is not None:
             self._unwritten.append((record, alarms))
             self._write(self.history)
-        self._log(step, figures)
+        self._log(step, figures, [str(alarm) for alarm in alarms])
         return alarms
 
     def _write(self, history: HistoryWriter) -> None:
@@ -86,19 +98,22 @@ class Recorder:
                     f"the history was deleted or replaced while it is written; a new file holds "
                     f"all steps recorded so far: {history.path}"
                 )
-            if self._unwritten:
-                history.write(list(self._unwritten), self.heads, self.unavailable)
+            if self._unwritten or self._scalars:
+                records = list(self._unwritten)
+                scalars = as_floats(self._scalars)
+                history.write(records, self.heads, self.unavailable, scalars)
                 self._unwritten.clear()
+                self._scalars.clear()
         except (sqlite3.Error, OSError, ValueError) as error:
             self._warn(f"the history cannot be written ({error}): {history.path}", history)
 
-    def _log(self, step: int, figures: Mapping[str, HeadMetrics]) -> None:
+    def _log(self, step: int, figures: Mapping[str, HeadMetrics], alarms: Sequence[str]) -> None:
         if not self.trackers:
             return
         scalars, heads = logged(figures, self.heads)
         for tracker in self.trackers:
             try:
-                tracker(step, dict(scalars), dict(heads))
+                tracker(step, dict(scalars), dict(heads), list(alarms))
             except Exception as error:
                 self._warn(f"a tracker failed ({type(error).__name__}: {error})", tracker)
 
@@ -107,3 +122,17 @@ class Recorder:
         if self.history is not None:
             self._write(self.history)
             self.history.close()
+
+
+def as_floats(scalars: Iterable[tuple[int, str, float | Tensor]]) -> list[Scalar]:
+    """Return scalars as floats; those in tensors are copied to the host together."""
+    scalars = list(scalars)
+    tensors = [value for _, _, value in scalars if isinstance(value, Tensor)]
+    copied: Iterator[float] = iter(())
+    if tensors:
+        device = tensors[0].device
+        copied = iter(torch.stack([x.float().to(device) for x in tensors]).tolist())
+    return [
+        (step, name, next(copied) if isinstance(value, Tensor) else value)
+        for step, name, value in scalars
+    ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from ..capture.head_address import head_label
 from ..core.numbers import as_int, format_value, real
 from .figures import MAXIMUM, Array, HeadMetrics, Heads
 
@@ -21,10 +22,10 @@ _LEAST_WINDOW = 5
 
 @dataclass(frozen=True)
 class Alarm:
-    """A head broke a rule at a step; `value` is its metric.
+    """A head broke a rule at a step; `value` is its metric, `number` that of its layer.
 
-    >>> print(Alarm(40, "max_logit > 100", "max_logit", "h.2.attn", 3, 817.25))
-    step 40: head 3 of h.2.attn: max_logit is 817.2 (max_logit > 100)
+    >>> print(Alarm(40, "max_logit > 100", "max_logit", "h.2.attn", 3, 817.25, 2))
+    step 40: L2H3 (h.2.attn): max_logit is 817.2 (max_logit > 100)
     """
 
     step: int
@@ -33,11 +34,12 @@ class Alarm:
     layer: str
     head: int
     value: float
+    number: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        layer = self.layer or "the model"
-        said = f"{self.statistic} is {self.value:.4g} ({self.rule})"
-        return f"step {self.step}: head {self.head} of {layer}: {said}"
+        head = head_label(self.number, self.head)
+        head += f" ({self.layer})" if self.layer else ""
+        return f"step {self.step}: {head}: {self.statistic} is {self.value:.4g} ({self.rule})"
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[RecordedStep], heads: Hea
     A head raises an alarm when it has broken a rule at `steps` records in a row and not at the one
     before, so once as long as it stays beyond a limit.
     """
-    names: list[tuple[str, int]] = []
+    names: list[tuple[str, int, int]] = []
     found = []
     for rule in rules:
         last = records[-1].figures.get(rule.statistic)
@@ -175,10 +177,15 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[RecordedStep], heads: Hea
             news &= ~broken[-1]
         if not news.any():
             continue
-        names = names or [(layer, head) for layer, n in heads.items() for head in range(n)]
+        names = names or [
+            (layer, head, number)
+            for number, (layer, n) in enumerate(heads.items())
+            for head in range(n)
+        ]
         for place in np.flatnonzero(news):
-            value = float(series[-1, place])
-            found.append(Alarm(records[-1].step, rule.name, rule.statistic, *names[place], value))
+            layer, head, number = names[place]
+            about = records[-1].step, rule.name, rule.statistic
+            found.append(Alarm(*about, layer, head, float(series[-1, place]), number))
     return found
 
 

@@ -18,8 +18,11 @@ from .figures import Array, HeadMetrics, Heads
 class Tracker(Protocol):
     """A logger of recorded metrics."""
 
-    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
-        """Log `scalars` by tag, a number for each layer, and `heads`, the values of all heads."""
+    def __call__(
+        self, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
+    ) -> None:
+        """Log `scalars` by tag, a number for each layer, `heads`, the values of all heads, and the
+        texts of `alarms`."""
 
 
 def as_tracker(given: Any) -> Tracker:
@@ -64,34 +67,43 @@ def logged(
 
 
 def _tensorboard(
-    writer: Any, step: int, scalars: dict[str, float], heads: dict[str, Array]
+    writer: Any, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
 ) -> None:
     for tag, value in scalars.items():
         writer.add_scalar(tag, value, step)
     for tag, values in heads.items():
         writer.add_histogram(tag, values, step)
+    if alarms:
+        writer.add_text("headwise/alarms", "\n\n".join(alarms), step)
 
 
 def _wandb(run: Any) -> Tracker:
     """Log against `headwise/step`, so that the steps of the run do not change."""
     defined = False
 
-    def log(step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+    def log(
+        step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
+    ) -> None:
         nonlocal defined
         if not defined:
             run.define_metric("headwise/step")
             run.define_metric("headwise/*", step_metric="headwise/step")
             defined = True
-        run.log({"headwise/step": step, **scalars, **_histograms("wandb", heads)})
+        texts = {"headwise/alarms": "\n".join(alarms)} if alarms else {}
+        run.log({"headwise/step": step, **scalars, **_histograms("wandb", heads), **texts})
 
     return log
 
 
-def _trackio(run: Any, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+def _trackio(
+    run: Any, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
+) -> None:
     run.log({**scalars, **_histograms("trackio", heads)}, step=step)
 
 
-def _function(function: Any, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+def _function(
+    function: Any, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
+) -> None:
     function(scalars, step=step)
 
 

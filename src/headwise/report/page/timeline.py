@@ -31,6 +31,9 @@ LARGEST = 4_600_000
 ROOM = LARGEST * 3 // 4
 """The same in bytes, of which base64 makes four letters of three."""
 
+MOST_POINTS = 2000
+"""The most values of a scalar, such as the loss, on a page."""
+
 _TITLES = {
     "lse": ("Log of the softmax's sum", "logit", "ln Σ exp of a query's scores."),
     "output_norm": (
@@ -209,8 +212,23 @@ def _run(run: Timeline, coding: Coding) -> dict[str, Any]:
         "errors": errors,
         "crowd": {name: _crowd(found) for name, found in pooled.items()},
         "alarms": _alarms(run),
+        "scalars": {name: _thinned(values) for name, values in run.scalars.items()},
         "made": _provenance_lines(run, coding),
     }
+
+
+def _thinned(values: Mapping[int, float]) -> list[list[Any]]:
+    """Return steps and values, at most `MOST_POINTS` of them: means of as many steps in a row.
+
+    >>> _thinned({1: 4.0, 2: 3.0, 5: float("nan")})
+    [[1, 2, 5], [4.0, 3.0, nan]]
+    """
+    size = -(-len(values) // MOST_POINTS) or 1
+    steps, numbers = np.array([*values]), np.array([*values.values()], dtype=float)
+    starts = np.arange(0, len(steps), size)
+    counts = np.diff([*starts, len(steps)])
+    means = np.add.reduceat(numbers, starts) / counts
+    return [steps[starts].tolist(), [float(f"{mean:.6g}") for mean in means]]
 
 
 def _pooled(track: Track, starts: np.ndarray) -> Array:
