@@ -9,7 +9,7 @@ import numpy as np
 
 from headwise.telemetry import Alarm
 from headwise.telemetry.figures import HeadMetrics
-from headwise.telemetry.history import HistoryWriter
+from headwise.telemetry.history import HistoryWriter, Scalar
 from headwise.telemetry.rules import RecordedStep
 
 LAYERS = {"blocks.0.attn": 3, "blocks.1.attn": 2}
@@ -48,6 +48,7 @@ def write_history(
     seed: int = 0,
     after: int = 0,
     changed: Mapping[int, Mapping[str, HeadMetrics]] | None = None,
+    scalars: Sequence[Scalar] = (),
 ) -> Path:
     """Write a history, all steps at once; `changed` replaces figures of some of them."""
     heads = sum(layers.values())
@@ -59,6 +60,6 @@ def write_history(
         for step in steps
     ]
     writer = HistoryWriter(path, after, ABOUT)
-    writer.write(records, layers)
+    writer.write(records, layers, scalars=scalars)
     writer.close()
     return path

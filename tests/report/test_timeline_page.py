@@ -45,7 +45,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
     changed = {20: {"entropy": replace(figures, data=data)}}
     folder = tmp_path_factory.mktemp("histories") / "run"
     folder.mkdir()
-    write_history(folder / "monitor.sqlite", changed=changed)
+    scalars = [(step, "loss", 4 / step) for step in range(1, 61)] + [(1, "learning_rate", 0.5)]
+    write_history(folder / "monitor.sqlite", changed=changed, scalars=scalars)
     return read_timeline(folder)
 
 
@@ -90,6 +91,58 @@ def written(value: float, digits: int = 4) -> str:
     if digits == 4:
         value = float(np.float32(value))
     return f"{float(f'{value:.{digits}g}'):,.12g}".replace("-", "−")
+
+
+def ticks(tab: Tab, chart: str = "heat") -> list[str]:
+    """The names of the rows of a chart, from above."""
+    return tab.page.locator(f"#{chart} .y-tick").all_text_contents()
+
+
+def test_the_loss_is_drawn_below_the_heads(tab: Tab) -> None:
+    assert tab.texts("#scalars .scalar-name") == ["loss", "learning rate"]
+    line = tab.page.locator("#scalar-0 path[stroke]").first.get_attribute("d")
+    assert line.count("L") == 59  # all steps, not the recorded ones alone
+    box = tab.page.locator("#scalar-0 svg").bounding_box()
+    tab.page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 40)
+    assert tab.page.locator("#tip").inner_text() == "step 60: loss 0.06667"
+
+
+def test_steps_are_zoomed_in_to_and_out_of(tab: Tab) -> None:
+    (x, y), (end, _) = cell(tab, 2, 18), cell(tab, 2, 42)
+    tab.page.mouse.move(x, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(end, y + 1, steps=3)
+    tab.page.mouse.up()
+    low, high = map(float, chosen(tab)["steps"].split("-"))
+    assert abs(low - 18) < 1
+    assert abs(high - 42) < 1
+    shown = tab.page.locator("#heat .x-tick").all_text_contents()
+    assert shown == ["20", "25", "30", "35", "40"]
+    tab.page.click("#whole")
+    assert "steps" not in chosen(tab)
+    assert tab.page.locator("#whole").is_hidden()
+
+
+def test_heads_are_sorted_by_change_and_by_first_alarm(tab: Tab, run: Timeline) -> None:
+    assert ticks(tab) == HEADS
+    values = run.tracks["first"].values
+    spread = np.nanmax(values, axis=0) - np.nanmin(values, axis=0)
+    go(tab, "statistic=first&head=L0H0&sort=change")
+    assert ticks(tab) == [HEADS[place] for place in np.argsort(-spread)]
+    tab.page.select_option("#sort", "alarm")
+    assert ticks(tab)[:2] == ["L1H1", "L0H2"]  # at steps 30 and 50
+    tab.page.focus("#heat")
+    tab.page.keyboard.press("ArrowUp")
+    assert chosen(tab)["sort"] == "alarm"
+
+
+def test_colours_of_the_change_since_the_first_step(tab: Tab, run: Timeline) -> None:
+    go(tab, "statistic=entropy&head=L0H0&scale=change")
+    values = run.tracks["entropy"].values
+    most = np.nanmax(np.abs(values - values[0])[np.isfinite(values)])
+    legend = tab.page.locator("#legend li").first.inner_text()
+    bounds = [f"−{written(most)}", f"+{written(most)}"]
+    assert legend.split() == [*bounds, *"(change since the first step)".split()]
 
 
 def figures(tab: Tab) -> dict[str, list[str]]:
@@ -341,8 +394,8 @@ def test_alarms_are_marked_listed_and_shown(tab: Tab) -> None:
         ["L0H2", "first 0.997", "all sink"],
     ]
     assert tab.texts("#rules li") == [
-        "max_logit > 100: 1 head, first at step 30",
-        "all sink: 1 head, first at step 50",
+        "max_logit > 100: layer 1, 1 head, from step 30",
+        "all sink: layer 0, 1 head, from step 50",
     ]
     assert tab.page.locator("#heat .alarm.other").get_attribute("d").count("M") == 2
     rows.nth(1).locator("button").click()

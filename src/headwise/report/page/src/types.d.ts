@@ -86,6 +86,7 @@ interface ChartSpec {
   hover?(event: PointerEvent, place: Place): void;
   click?(place: Place): void;
   zoom?(ranges: { xaxis: number[]; yaxis: number[] } | undefined): void;
+  across?: boolean;  // zoom goes along x alone
   leave?(): void;
   over?(spec: ChartSpec): Node[];
   says?: { title?: string; scale?: string; random?: boolean; marks?: Tick[]; labels?: string[] };
@@ -109,6 +110,7 @@ interface Steps { first: number; last: number; count: number; middle: number; fr
 interface Run {
   name: string; first: number[]; last: number[]; count: number[]; crowd: Record<string, (number | null)[][]>; made: [string, string][];
   columns: Steps[]; alarms: Alarm[]; values: Map<string, Float32Array>; errors: Map<string, Float32Array>;
+  scalars: Record<string, [steps: number[], values: (number | null)[]]>;
 }
 
 // --- the document ------------------------------------------------------------------------------

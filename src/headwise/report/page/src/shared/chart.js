@@ -315,7 +315,8 @@ function connectChart(box) {
     box.style.cursor = place && box.chart.click ? (box.chart.zoom ? "crosshair" : "pointer") : "";
     if (from && place) {
       for (const [name, value] of Object.entries({
-        x: Math.min(from.left, place.left), y: Math.min(from.top, place.top), width: Math.abs(place.left - from.left), height: Math.abs(place.top - from.top),
+        x: Math.min(from.left, place.left), width: Math.abs(place.left - from.left),
+        ...(box.chart.across ? { y: box.chart.area.y, height: box.chart.area.height } : { y: Math.min(from.top, place.top), height: Math.abs(place.top - from.top) }),
       })) band.setAttribute(name, String(value));
     }
     if (place) box.chart.hover?.(event, place);
@@ -332,7 +333,8 @@ function connectChart(box) {
     const [start, end] = [from, placeUnder(box, event)];
     from = null;
     band.remove();
-    box.dragged = end !== null && Math.min(Math.abs(end.left - start.left), Math.abs(end.top - start.top)) > 6;
+    const [wide, tall] = end ? [Math.abs(end.left - start.left), Math.abs(end.top - start.top)] : [0, 0];
+    box.dragged = (box.chart.across ? wide : Math.min(wide, tall)) > 6;
     if (box.dragged) box.chart.zoom({ xaxis: [start.x, end.x].sort((a, b) => a - b), yaxis: [start.y, end.y].sort((a, b) => b - a) });
   });
   box.addEventListener("click", (event) => {

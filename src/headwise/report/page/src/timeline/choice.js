@@ -5,6 +5,7 @@ import { headName, parseHead } from "../shared/words.js";
 import { drawCurve } from "./curve.js";
 import { drawChoice, drawHeat } from "./heat.js";
 import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, heads, runs, shown, state, statisticOf } from "./run.js";
+import { drawScalars } from "./scalars.js";
 import { canLog, scaleOf, shownText, stepText } from "./scale.js";
 import { drawFigures, drawHeadAlarms } from "./tables.js";
 
@@ -16,6 +17,8 @@ export function remember() {
   if (state.layer >= 0) found.set("layer", String(state.layer));
   if (runs.length > 1) found.set("run", state.run === DIFFERENCE ? state.run : RUN_NAMES[state.run]);
   if (state.scale) found.set("scale", state.scale);
+  if (state.sort !== "layer") found.set("sort", state.sort);
+  if (state.zoom) found.set("steps", state.zoom.map((step) => step.toFixed(1)).join("-"));
   if (data.reread && !$("follow").checked) found.set("follow", "no");
   history.replaceState(history.state, "", `#${found}`);
 }
@@ -24,7 +27,7 @@ export function remember() {
 export function follow(hash) {
   const found = new URLSearchParams(hash.slice(1));
   if (!statisticOf(found.get("statistic"))) return;
-  Object.assign(state, { statistic: found.get("statistic"), step: Infinity, layer: -1, scale: "" });
+  Object.assign(state, { statistic: found.get("statistic"), step: Infinity, layer: -1, scale: "", sort: "layer", zoom: null });
   const named = parseHead(found.get("head") ?? "");
   const head = heads.findIndex((one) => one.layer === named?.layer && one.head === named.head);
   if (head >= 0) state.head = head;
@@ -32,8 +35,17 @@ export function follow(hash) {
   if (/^\d+$/.test(found.get("layer") ?? "") && data.layers[found.get("layer")]) state.layer = Number(found.get("layer"));
   const run = found.get("run") === DIFFERENCE ? DIFFERENCE : String(RUN_NAMES.indexOf(found.get("run")));
   if (run === DIFFERENCE ? canDiffer() : runs[run]) state.run = run;
-  if (["linear", "log"].includes(found.get("scale"))) state.scale = found.get("scale");
+  if (["linear", "log", "change"].includes(found.get("scale"))) state.scale = found.get("scale");
+  if (["change", "alarm"].includes(found.get("sort"))) state.sort = found.get("sort");
+  const steps = (found.get("steps") ?? "").split("-").map(Number);
+  if (steps.length === 2 && steps[0] < steps[1]) state.zoom = steps;
   if (found.get("follow") === "no") $("follow").checked = false;
+}
+
+/** Shows some steps, from one to another; all of them without. */
+export function zoom(found) {
+  state.zoom = found ? found.xaxis : null;
+  drawAll();
 }
 
 /** Makes a head and a column the chosen ones. */
@@ -68,7 +80,7 @@ function drawHead() {
   $("bar-head").textContent = headName(heads[state.head]);
   $("head-title").textContent = headName(heads[state.head]);
   $("head-module").textContent = heads[state.head].module || "the model itself";
-  drawCurve(choose);
+  drawCurve(choose, zoom);
   drawFigures();
   drawHeadAlarms();
   remember();
@@ -79,10 +91,13 @@ export function drawAll() {
   const statistic = statisticOf();
   const on = { statistic: state.statistic, run: state.run, scale: scaleOf(statistic) };
   for (const [name, value] of Object.entries(on)) check(name, value);
-  $("scale").hidden = !canLog(statistic);
+  document.querySelector("#scale input[value=log]").parentElement.hidden = !canLog(statistic);
   $("layer").value = String(state.layer);
   $("what").replaceChildren(el("b", {}, `${statistic.title}${state.run === DIFFERENCE ? ", B − A" : ""}. `), statistic.meaning);
-  drawHeat(choose);
+  drawHeat(choose, zoom);
+  drawScalars(zoom);
+  $("sort").value = state.sort;
+  $("whole").hidden = !state.zoom;
   drawHead();
 }
 

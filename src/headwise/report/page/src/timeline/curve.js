@@ -32,7 +32,7 @@ function curveRange() {
     const least = Math.min(...found.filter((value) => value > 0));
     return { range: [Math.max(least, high * 1e-6) / 1.2, high * 1.2], log: true };
   }
-  if (low >= 0 && low < 0.6 * high) low = 0;
+  if (low >= 0 && low < 0.6 * high && scaleOf(statisticOf()) !== "change") low = 0;
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   return { range: [low === 0 ? 0 : low - room, high + room], log: false };
 }
@@ -40,7 +40,7 @@ function curveRange() {
 const finite = (value) => (value === null || !Number.isFinite(value) ? NaN : value);
 
 /** Draws the curve; `choose` is called with the head and a column. */
-export function drawCurve(choose) {
+export function drawCurve(choose, zoom) {
   const statistic = statisticOf();
   const width = $("curve").clientWidth;
   const margin = { l: 52, r: 10, t: 8, b: 40 };
@@ -48,7 +48,7 @@ export function drawCurve(choose) {
   const share = scaler(range[0], range[1], log);
   const shownOnes = shownRuns();
   chart("curve", {
-    width, height: margin.t + HIGH + margin.b, margin,
+    width, height: margin.t + HIGH + margin.b, margin, across: true, zoom,
     x: { range: reach(), title: "step", ticks: stepTicks(reach(), width - margin.l - margin.r) },
     y: { range, ticks: valueTicks(range[0], range[1], 5, log), lines: true, share: (value) => Math.max(0, share(value)) },
     areas: [...shownOnes.map(quartiles), ...shownOnes.flatMap(errorBand)],
@@ -100,7 +100,8 @@ function ownLine(/** @type {Run} */ run) {
 function curveMarks({ toX, toY, area }) {
   const lost = shownRuns().flatMap((run) => run.columns.filter((_, place) => valuesOf(run)[place] === Infinity)).map(({ middle }) => toX(middle));
   const cross = (x) => `M${x - 4} ${area.y}l8 8m0 -8l-8 8`;
-  const alarms = shownRuns().flatMap((run) => run.alarms.filter(({ head }) => head === state.head).map((alarm) => {
+  const [first, last] = reach();
+  const alarms = shownRuns().flatMap((run) => run.alarms.filter(({ head, step }) => head === state.head && step >= first && step <= last).map((alarm) => {
     const own = alarm.statistic === state.statistic && alarm.value !== null;
     const y = toY(finite(own ? alarm.value : valuesOf(run)[nearest(run.columns, alarm.step)]));
     return { alarm, at: [toX(alarm.step), Number.isFinite(y) ? Math.max(area.y, y) : area.y + 4] };

@@ -6,11 +6,18 @@ import { VIRIDIS, drawn } from "../shared/draw.js";
 import { hideTip, showTip } from "../shared/tip.js";
 import { counted, headName } from "../shared/words.js";
 import { TRIANGLE, alarmPaths, alarmText, entry, symbol } from "./marks.js";
-import { DIFFERENCE, chosenColumn, columnAt, data, heads, isShare, reach, runs, shown, shownAlarms, state, statisticOf } from "./run.js";
+import { DIFFERENCE, changes, chosenColumn, columnAt, data, heads, isShare, reach, runs, shown, shownAlarms, shownHeads, state, statisticOf } from "./run.js";
 import { bounds, scaleOf, scaler, shownText, signedScaler, signedText, stepText, stepTicks, unitText, written } from "./scale.js";
+
+/** What the colours stand for: values, or their change since the first step. */
+function coloured() {
+  const found = shown();
+  return state.scale === "change" && state.run !== DIFFERENCE ? { ...found, values: changes(found) } : found;
+}
 
 /** How figures become colours: `{ share, colours, low, high, log }`. */
 function colouring(statistic) {
+  if (state.scale === "change" && state.run !== DIFFERENCE) return signedColours(coloured().values, false);
   if (state.run === DIFFERENCE) return signedColours(shown(statistic.key).values, scaleOf(statistic) === "log");
   const { low, high, least } = bounds(statistic);
   if (low < 0 && high > 0) return signedColours(runs.flatMap((run) => [...run.values.get(statistic.key)]), scaleOf(statistic) === "log");
@@ -30,13 +37,6 @@ function signedColours(values, log) {
   return { low: -end, high: end, log, share: signedScaler(end, one, log), stops: [css("--low"), css("--panel"), css("--high")] };
 }
 
-/** The heads that are shown: from one place to another. */
-export function shownHeads() {
-  if (state.layer < 0) return [0, heads.length];
-  const from = heads.findIndex(({ layer }) => layer === state.layer);
-  return [from, from + data.layers[state.layer][1]];
-}
-
 /**
  * The columns under each pixel from the left: from one place to another, or none.
  * @param {Steps[]} columns
@@ -45,13 +45,14 @@ export function shownHeads() {
  */
 function columnsUnder(columns, wide, [low, high]) {
   const each = (high - low) / wide;
-  const middles = columns.map(({ middle }) => Math.min(wide - 1, Math.floor((middle - low) / each)));
+  const middles = columns.map(({ middle }) => (middle < low || middle > high ? -1 : Math.min(wide - 1, Math.floor((middle - low) / each))));
   const found = Array.from({ length: wide }, () => null);
   columns.forEach(({ from, to }, place) => {
     const end = Math.min(wide, Math.ceil((to - low) / each - 0.5));
     for (let x = Math.max(0, Math.ceil((from - low) / each - 0.5)); x < end; x++) found[x] = [place, place + 1];
   });
   middles.forEach((x, place) => {
+    if (x < 0) return;
     const [from, to] = found[x] ?? [place, place];
     found[x] = middles[from] === x ? [Math.min(from, place), Math.max(to, place + 1)] : [place, place + 1];
   });
@@ -73,12 +74,11 @@ function together(values, from, to, largest) {
 
 /** The cells of the picture, as shares of the scale: one for each head and pixel. `most` columns share a pixel. */
 function cellsOf(statistic, share, wide) {
-  const { columns, values } = shown();
-  const [from, to] = shownHeads();
+  const { columns, values } = coloured();
   const under = columnsUnder(columns, wide, reach());
   const largest = statistic.kind === "maximum" && state.run !== DIFFERENCE;
-  const z = Array.from({ length: to - from }, (_, row) => {
-    const start = (from + row) * columns.length;
+  const z = shownHeads().map((head) => {
+    const start = head * columns.length;
     return Float32Array.from(under, (some) => {
       if (some === null) return NaN;
       const value = some[1] - some[0] === 1 ? values[start + some[0]] : together(values, start + some[0], start + some[1], largest);
@@ -88,23 +88,23 @@ function cellsOf(statistic, share, wide) {
   return { z, most: Math.max(...under.map((some) => (some ? some[1] - some[0] : 0))) };
 }
 
-/** Draws every head by steps; `choose` is called with a head and a column. */
-export function drawHeat(choose) {
+/** Draws every head by steps; `choose` is called with a head and a column, `zoom` with a range of steps. */
+export function drawHeat(choose, zoom) {
   const statistic = statisticOf();
-  const [from, to] = shownHeads();
+  const order = shownHeads();
   const width = $("heat").clientWidth;
   const margin = { l: 46, r: 10, t: 6, b: 40 };
   const wide = width - margin.l - margin.r;
-  const tall = Math.max(1, Math.min(26, Math.round(430 / (to - from))));
+  const tall = Math.max(1, Math.min(26, Math.round(430 / order.length)));
   const colour = colouring(statistic);
   const { z, most } = cellsOf(statistic, colour.share, Math.max(1, Math.round(wide * devicePixelRatio)));
-  const at = ({ x, row }) => ({ head: row, column: columnAt(shown().columns, x) });
+  const at = ({ x, row }) => ({ head: order[row], column: columnAt(shown().columns, x) });
   chart("heat", {
-    width, height: tall * (to - from) + margin.t + margin.b, margin,
+    width, height: tall * order.length + margin.t + margin.b, margin, across: true, zoom,
     x: { range: reach(), title: "step", ticks: stepTicks(reach(), wide) },
-    y: { range: [to - 0.5, from - 0.5], title: tall < 12 ? "layer" : "", ticks: headTicks(from, to, tall) },
-    grid: { z, low: 0, high: 1, stops: colour.stops, lost: css("--bad"), across: reach(), down: [from - 0.5, to - 0.5] },
-    frames: choiceFrames(from, to, tall), over: heatAlarms,
+    y: { range: [order.length - 0.5, -0.5], title: tall < 12 && state.sort === "layer" ? "layer" : "", ticks: headTicks(order, tall) },
+    grid: { z, low: 0, high: 1, stops: colour.stops, lost: css("--bad"), across: reach(), down: [-0.5, order.length - 0.5] },
+    frames: choiceFrames(order, tall), over: heatAlarms,
     hover: (event, place) => {
       const { head, column } = at(place);
       if (column >= 0) showTip(event, cellTip(head, column)); else hideTip();
@@ -113,19 +113,21 @@ export function drawHeat(choose) {
       const { head, column } = at(place);
       if (column >= 0) choose(head, column);
     },
-  }).setAttribute("aria-label", `${statistic.title} of ${counted(to - from, "head")} over steps; the table of values has those of the chosen head`);
+  }).setAttribute("aria-label", `${statistic.title} of ${counted(order.length, "head")} over steps; the table of values has those of the chosen head`);
   $("pooled").textContent = most > 1 ? `Here up to ${most} columns share a pixel: ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "the largest" : "their mean"} is shown.` : "";
   drawRamp(colour);
 }
 
 /** The names of heads, or of layers where heads are too thin for one each. */
-function headTicks(from, to, tall) {
-  if (tall >= 12) return Array.from({ length: to - from }, (_, row) => [from + row, headName(heads[from + row])]);
+function headTicks(order, tall) {
+  if (tall >= 12) return order.map((head, row) => [row, headName(heads[head])]);
+  if (state.sort !== "layer") return [];
   const ticks = [];
   let [first, shownAt] = [0, -Infinity];
   for (const [layer, [, count]] of data.layers.entries()) {
+    if (state.layer >= 0 && layer !== state.layer) continue;
     const middle = first + (count - 1) / 2;
-    if (first >= from && first < to && (middle - shownAt) * tall >= 13) ticks.push([shownAt = middle, String(layer)]);
+    if ((middle - shownAt) * tall >= 13) ticks.push([shownAt = middle, String(layer)]);
     first += count;
   }
   return ticks;
@@ -133,8 +135,10 @@ function headTicks(from, to, tall) {
 
 /** @param {ChartSpec} spec */
 function heatAlarms({ toX, toY }) {
-  const [from, to] = shownHeads();
-  const points = shownAlarms().filter(({ head }) => head >= from && head < to).map((alarm) => ({ alarm, at: [toX(alarm.step), toY(alarm.head)] }));
+  const rows = new Map(shownHeads().map((head, row) => [head, row]));
+  const [low, high] = reach();
+  const points = shownAlarms().filter(({ head, step }) => rows.has(head) && step >= low && step <= high)
+    .map((alarm) => ({ alarm, at: [toX(alarm.step), toY(rows.get(alarm.head))] }));
   return [drawn("g", { id: "heat-marks" }, ...alarmPaths(points))];
 }
 
@@ -142,21 +146,21 @@ function heatAlarms({ toX, toY }) {
  * The frame around the chosen head, and the line at the chosen step.
  * @returns {Frame[]}
  */
-function choiceFrames(from, to, tall) {
+function choiceFrames(order, tall) {
   const { columns } = shown();
   const x = columns[chosenColumn(columns)].middle;
   const [[left, right], half] = [reach(), Math.max(0.5, 2 / tall)];
   /** @type {Frame[]} */
-  const frames = [{ x0: x, x1: x, y0: from - 0.5, y1: to - 0.5, plain: true, width: 1.5 }];
-  if (state.head >= from && state.head < to) frames.push({ x0: left, x1: right, y0: state.head - half, y1: state.head + half, width: 2 });
+  const frames = [{ x0: x, x1: x, y0: -0.5, y1: order.length - 0.5, plain: true, width: 1.5 }];
+  const row = order.indexOf(state.head);
+  if (row >= 0) frames.push({ x0: left, x1: right, y0: row - half, y1: row + half, width: 2 });
   return frames;
 }
 
 /** Draws the choice over the picture that is there. */
 export function drawChoice() {
-  const [from, to] = shownHeads();
-  const { area } = $("heat").chart;
-  reframe("heat", choiceFrames(from, to, area.height / (to - from)));
+  const order = shownHeads();
+  reframe("heat", choiceFrames(order, $("heat").chart.area.height / order.length));
 }
 
 /** The legend of the picture: what its colours stand for. */
@@ -169,13 +173,14 @@ function drawRamp({ low, high, log, stops }) {
     return mark;
   };
   const { values } = shown();
-  const text = state.run === DIFFERENCE ? signedText : written;
-  const lowest = state.run !== DIFFERENCE && bounds(statisticOf()).low < low ? `≤ ${text(low)}` : text(low);
+  const signed = state.run === DIFFERENCE || state.scale === "change";
+  const text = signed ? signedText : written;
+  const lowest = !signed && bounds(statisticOf()).low < low ? `≤ ${text(low)}` : text(low);
   const alarms = shownAlarms();
   const own = alarms.some(({ statistic }) => statistic === state.statistic);
   const other = alarms.some(({ statistic }) => statistic !== state.statistic);
   $("legend").replaceChildren(...[
-    entry(el("span", {}, lowest), ramp, text(high), log ? el("small", {}, "\u00a0(logarithm)") : ""),
+    entry(el("span", {}, lowest), ramp, text(high), el("small", {}, log ? "\u00a0(logarithm)" : state.scale === "change" && state.run !== DIFFERENCE ? "\u00a0(change since the first step)" : "")),
     values.some(Number.isNaN) && entry(swatch("--soft"), "no value"),
     values.some((value) => value === Infinity) && entry(swatch("--bad"), "not finite"),
     own && entry(symbol("alarm", TRIANGLE), "alarm"),
@@ -203,8 +208,10 @@ function keyed(event, choose) {
   const { columns } = shown();
   const [column, { layer }] = [chosenColumn(columns), heads[state.head]];
   const next = (where) => heads.findIndex((head) => head.layer === layer + where);
+  const order = shownHeads();
+  const beside = (by) => order[order.indexOf(state.head) + by] ?? -1;
   const [head, to] = {
-    ArrowUp: [state.head - 1, column], ArrowDown: [state.head + 1, column],
+    ArrowUp: [beside(-1), column], ArrowDown: [beside(1), column],
     ArrowLeft: [state.head, column - 1], ArrowRight: [state.head, column + 1],
     PageUp: [next(-1), column], PageDown: [next(1), column],
     Home: [state.head, 0], End: [state.head, columns.length - 1],

@@ -4,10 +4,10 @@ import { unpackText } from "../shared/codec.js";
 import { $, dark, el, showError, switches } from "../shared/dom.js";
 import { hideTip } from "../shared/tip.js";
 import { counted, whole } from "../shared/words.js";
-import { choose, drawAll, follow, showAlarm, showStatistic } from "./choice.js";
-import { connectKeys, shownHeads } from "./heat.js";
+import { choose, drawAll, follow, showAlarm, showStatistic, zoom } from "./choice.js";
+import { connectKeys } from "./heat.js";
 import { keepReading } from "./reread.js";
-import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, everyAlarm, heads, prepareRuns, runs, state, statisticOf } from "./run.js";
+import { DIFFERENCE, RUN_NAMES, canDiffer, chosenColumn, data, everyAlarm, heads, prepareRuns, runs, shownHeads, state, statisticOf } from "./run.js";
 import { connectTables, drawAlarms } from "./tables.js";
 
 function drawSwitches() {
@@ -16,7 +16,7 @@ function drawSwitches() {
   if (canDiffer()) names.push([DIFFERENCE, "B − A", "B less A, at the steps that both have recorded"]);
   switches($("run"), "run", names, state.run, (key) => { state.run = key; drawAll(); });
   $("run").hidden = runs.length === 1;
-  switches($("scale"), "scale", [["linear", "linear"], ["log", "logarithm"]], "linear", (key) => { state.scale = key; drawAll(); });
+  switches($("scale"), "scale", [["linear", "linear"], ["log", "logarithm"], ["change", "change", "Change since the first step"]], "linear", (key) => { state.scale = key; drawAll(); });
 }
 
 function drawOnce() {
@@ -67,6 +67,8 @@ function connect() {
     if (state.layer >= 0 && heads[state.head].layer !== state.layer) state.head = shownHeads()[0];
     drawAll();
   });
+  $("sort").addEventListener("change", () => { state.sort = $("sort").value; drawAll(); });
+  $("whole").addEventListener("click", () => zoom(undefined));
   addEventListener("hashchange", () => { follow(location.hash); drawAll(); });
   addEventListener("scroll", hideTip, { passive: true });
   dark.addEventListener("change", drawAll);

@@ -3,13 +3,17 @@
 import { numbers } from "../shared/codec.js";
 
 export const DIFFERENCE = "difference";
-export const state = { statistic: "", head: 0, step: Infinity, layer: -1, run: "0", scale: "" };
+export const state = { statistic: "", head: 0, step: Infinity, layer: -1, run: "0", scale: "", sort: "layer", zoom: null };
 /** @type {Run[] & { both?: { columns: Steps[], pairs: number[][], values: Map<string, Float32Array> } }} */
 export let runs = [];   // one run, or A and B; `runs.both` has what they share
 /** @type {any} */
 export let data;        // the results, with `statistics`, `layers` and how they are written
 /** @type {{ layer: number, head: number, module: string }[]} */
 export let heads = [];  // { layer, head, module }, in the order of all arrays
+
+/** The steps and the values of a run's scalars, such as the loss: `[name, steps, values][]`, the loss first. */
+export const scalarsOf = (run) => Object.entries(run.scalars).map(([name, [steps, values]]) => [name, steps, values])
+  .sort(([a], [b]) => Number(b === "loss") - Number(a === "loss") || (a < b ? -1 : 1));
 
 /** Unpacks the figures of all runs, and adds what charts need. */
 export async function prepareRuns(found) {
@@ -78,6 +82,34 @@ export function shown(key = state.statistic) {
 /** B less A; not finite where one is not, NaN where one is missing. */
 export const difference = (a, b) => (Number.isNaN(a) || Number.isNaN(b) ? NaN : Number.isFinite(a) && Number.isFinite(b) ? b - a : Infinity);
 
+/** How far each head is from its first finite value, at every column. */
+export function changes({ columns, values }) {
+  const wide = columns.length;
+  return Float32Array.from(values, (value, place) => {
+    const from = place - (place % wide);
+    const first = values.subarray(from, from + wide).find(Number.isFinite);
+    return value - (first ?? NaN);
+  });
+}
+
+/** The heads that are shown, in their order: by layer, by how much they change, or by their first alarm. */
+export function shownHeads() {
+  const some = [...heads.keys()].filter((head) => state.layer < 0 || heads[head].layer === state.layer);
+  if (state.sort === "layer") return some;
+  const { columns, values } = shown();
+  const wide = columns.length;
+  const key = new Map();
+  if (state.sort === "change") {
+    for (const head of some) {
+      const own = values.subarray(head * wide, (head + 1) * wide).filter(Number.isFinite);
+      key.set(head, own.length ? own.reduce((low, value) => Math.min(low, value), Infinity) - own.reduce((high, value) => Math.max(high, value), -Infinity) : 0);
+    }
+  } else {
+    for (const { head, step } of shownAlarms()) key.set(head, Math.min(step, key.get(head) ?? Infinity));
+  }
+  return some.sort((a, b) => (key.get(a) ?? Infinity) - (key.get(b) ?? Infinity) || a - b);
+}
+
 /**
  * The column that a step lies in, or −1.
  * @param {Steps[]} columns
@@ -99,8 +131,10 @@ export function nearest(columns, step) {
 /** The column that is chosen of those shown. */
 export const chosenColumn = (columns = shown().columns) => (state.step === Infinity ? columns.length - 1 : nearest(columns, state.step));
 
-/** The first and the last step on the axes, of all runs. */
-export function reach() {
+/** The first and the last step on the axes: those zoomed in to, or all of all runs. */
+export const reach = () => state.zoom ?? wholeReach();
+
+export function wholeReach() {
   const ends = runs.flatMap(({ columns }) => [columns[0].from, columns.at(-1).to]);
   return [Math.min(...ends), Math.max(...ends)];
 }

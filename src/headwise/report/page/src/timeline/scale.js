@@ -53,8 +53,9 @@ export const canLog = (statistic) => bounds(statistic).high > 0;
 
 /** The scale that is asked for, or one that fits: a logarithm where a few figures dwarf the rest. */
 export function scaleOf(statistic) {
+  if (state.scale === "change" && state.run !== DIFFERENCE) return "change";
   if (!canLog(statistic)) return "linear";
-  if (state.scale) return state.scale;
+  if (state.scale && state.scale !== "change") return state.scale;
   const { low, high } = bounds(statistic);
   const middles = runs.flatMap((run) => run.crowd[statistic.key][1]).filter((value) => value !== null).sort((a, b) => a - b);
   return !isShare(statistic) && low >= 0 && high > 30 * middles[middles.length >> 1] ? "log" : "linear";

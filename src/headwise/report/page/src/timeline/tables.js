@@ -42,7 +42,17 @@ function pairCells(key, column) {
 
 // --- alarms ------------------------------------------------------------------------------------
 
-/** Each rule that was broken: by how many heads, when first. */
+/** Numbers in order, with ranges: `29–31, 40`. */
+function ranges(numbers) {
+  const parts = [];
+  for (const number of [...numbers].sort((a, b) => a - b)) {
+    if (parts.length && parts.at(-1)[1] === number - 1) parts.at(-1)[1] = number;
+    else parts.push([number, number]);
+  }
+  return parts.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`)).join(", ");
+}
+
+/** Each rule that was broken: by how many heads of which layers, and since when. */
 function drawRules(all) {
   const rules = new Map();
   for (const alarm of all) {
@@ -53,7 +63,12 @@ function drawRules(all) {
     rules.set(name, known);
   }
   $("rules").replaceChildren(...[...rules].map(([name, { heads: some, first }]) =>
-    el("li", {}, el("b", {}, name), `: ${counted(some.size, "head")}, first at step ${whole(first)}`)));
+    el("li", {}, el("b", {}, name), `: ${groupText(some)}, from step ${whole(first)}`)));
+}
+
+function groupText(some) {
+  const layers = new Set([...some].map((head) => heads[head].layer));
+  return `layer${layers.size === 1 ? "" : "s"} ${ranges(layers)}, ${counted(some.size, "head")}`;
 }
 
 const alarmsInOrder = () => everyAlarm().sort((a, b) => a.step - b.step);
