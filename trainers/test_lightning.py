@@ -38,9 +38,15 @@ def rows() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(40, T, E, generator=drawn)), batch_size=B)
 
 
-def trained(folder: Path, *callbacks: Callback, checkpoint: Any = None, **more: Any) -> Module:
+def trained(
+    folder: Path,
+    *callbacks: Callback,
+    checkpoint: Any = None,
+    of: type[Module] | None = None,
+    **more: Any,
+) -> Module:
     torch.manual_seed(0)
-    module = Module()
+    module = (of or Module)()
     settings = {"max_steps": STEPS, "val_check_interval": 3, "limit_val_batches": 2} | more
     trainer = Trainer(
         accelerator="cpu",
@@ -70,6 +76,19 @@ def test_the_training_is_the_same_and_every_micro_batch_counts(tmp_path: Path) -
     for record in history.records():
         counts = record.figures["entropy"].data[0]
         assert counts.tolist() == [B * T * MICRO] * len(LAYERS) * H
+
+
+def test_the_loss_of_each_step_is_that_of_its_last_micro_batch(tmp_path: Path) -> None:
+    class Losses(Module):
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            losses.append(super().training_step(batch, number))
+            return losses[-1]
+
+    losses: list[Tensor] = []
+    path = tmp_path / "heads.sqlite"
+    trained(tmp_path, hw.integrations.LightningMonitor(every=4, history=path), of=Losses)
+    last = [float(loss) for loss in losses[MICRO - 1 :: MICRO]]
+    assert hw.History(path).scalars["loss"] == pytest.approx(dict(enumerate(last, 1)))
 
 
 def test_clipping_is_after_each_step(tmp_path: Path) -> None:
@@ -107,7 +126,7 @@ def test_a_resumed_trainer_goes_on_with_its_history(tmp_path: Path) -> None:
 def test_a_stop_saves_first(tmp_path: Path) -> None:
     rules = [hw.telemetry.Rule("entropy", above=0.0, steps=2, then="stop")]
     callback = hw.integrations.LightningMonitor(every=2, rules=rules)
-    with pytest.warns(UserWarning, match="step 2: head 0"):
+    with pytest.warns(UserWarning, match="step 2: L0H0"):
         trained(tmp_path, callback)
     assert callback.monitor.steps == 2
     saved = torch.load(tmp_path / "headwise-stop-2.ckpt", weights_only=False)

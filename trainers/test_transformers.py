@@ -82,6 +82,12 @@ def test_the_training_is_the_same_and_steps_are_the_trainers(
         assert len(set(counts)) == 1
         assert 6 * (LENGTH - 2) <= counts[0] <= 6 * LENGTH
         assert record.figures["entropy"].of_queries == 6 * LENGTH * LAYERS
+    logged = {one["step"]: one for one in watched.state.log_history if "loss" in one}
+    scalars = history.scalars
+    assert [*logged] == [2, 4, 6]
+    for name in ("loss", "grad_norm"):
+        assert scalars[name] == {step: pytest.approx(one[name]) for step, one in logged.items()}
+    assert [*scalars["learning_rate"]] == [1, 2, 4, 6]
 
 
 def test_a_resumed_trainer_goes_on_with_its_history(tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_a_stop_saves_first(tmp_path: Path) -> None:
     rules = [hw.telemetry.Rule("entropy", above=0.0, steps=2, then="stop")]
     callback = hw.integrations.MonitorCallback(every=2, rules=rules)
     stopped = trainer(tmp_path, callback, save_steps=100)
-    with pytest.warns(UserWarning, match="step 2: head 0 of transformer.h.0.attn"):
+    with pytest.warns(UserWarning, match=r"step 2: L0H0 \(transformer.h.0.attn\)"):
         stopped.train()
     assert stopped.state.global_step == 2
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").exists()

@@ -162,6 +162,7 @@ class LightningMonitor(_Callback):
 
     def on_train_batch_start(self, *args: Any) -> None:
         if self.monitor is not None:
+            self._step = self.monitor.steps + 1
             self.monitor.resume()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
@@ -170,7 +171,8 @@ class LightningMonitor(_Callback):
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            monitor.log(step=monitor.steps, loss=loss)
+            # Lightning divides the loss by the number of micro-batches.
+            monitor.log(step=self._step, loss=loss * trainer.accumulate_grad_batches)
         if not monitor.stopping or trainer.should_stop:
             return
         folder = Path(trainer.default_root_dir)
@@ -189,6 +191,7 @@ class LightningMonitor(_Callback):
             self._hook.remove()
 
     _hook: Any = None
+    _step = 0
 
 
 def _lightning_callback() -> type:
