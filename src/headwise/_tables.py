@@ -1,15 +1,17 @@
-"""Tables of heads in notebooks: as HTML, as a pandas data frame, as a Plotly figure."""
+"""Tables of heads in notebooks: as HTML, as a pandas data frame, as a figure."""
 
 from __future__ import annotations
 
 import html
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from plotly.graph_objects import Figure
+
+PlotBackend = Literal["plotly", "matplotlib"]
 
 COUNTS = {"layer", "head", "calls", "queries", "of_queries"}  # columns that are no figures
 SHOWN = 200  # the most rows that a notebook shows
@@ -29,17 +31,22 @@ class HeadTable(ABC):
         """
         return frame_of("seen", self.table)
 
-    def plot(self, figure: str | None = None) -> Figure:
-        """Draw one column of `table()` as a Plotly figure: layers down, heads across.
+    def plot(self, figure: str | None = None, *, backend: PlotBackend = "plotly") -> Any:
+        """Draw one column of `table()`: layers down, heads across.
 
         Args:
             figure: a column's name; none: the first figure there is.
+            backend: `"plotly"` for a figure that answers to the pointer, `"matplotlib"` for a
+                static one.
+
+        Returns:
+            A Plotly or a matplotlib `Figure`.
 
         Raises:
-            ImportError: plotly is not installed.
-            ValueError: no such column.
+            ImportError: the library is not installed.
+            ValueError: no such column, or another backend.
         """
-        return heads_figure(self.table(), figure)
+        return heads_figure(self.table(), figure, backend=backend)
 
     def _repr_html_(self) -> str:
         try:
@@ -77,6 +84,12 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{left}"
 
 
+def html_summary(text: str, lines: Sequence[object], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a paragraph, a list of lines, of many the first, and a table as HTML."""
+    items = "".join(f"<li>{html.escape(str(line))}</li>" for line in lines[:SHOWN])
+    return f"<p>{html.escape(text)}</p><ul>{items}</ul>{html_table(rows)}"
+
+
 def _written(value: Any) -> str:
     if value is None:
         return "–"
@@ -87,18 +100,18 @@ def heads_figure(
     rows: Sequence[Mapping[str, Any]],
     figure: str | None = None,
     titles: Mapping[str, str] | None = None,
-) -> Figure:
-    """Draw one column of `rows` as a Plotly heat map: layers down, heads across; blank for none.
+    backend: PlotBackend = "plotly",
+) -> Any:
+    """Draw one column of `rows` as a heat map: layers down, heads across; blank for none.
 
     Args:
         rows: a dict a head, with `head` and, of several modules, `layer`.
         figure: the column that is drawn; none: the first.
         titles: what columns are called.
+        backend: the library that draws it.
     """
-    try:
-        from plotly.graph_objects import Figure, Heatmap
-    except ImportError:
-        raise ImportError("plot(): plotly is not installed; `pip install plotly`") from None
+    if backend not in ("plotly", "matplotlib"):
+        raise ValueError(f"plot(backend={backend!r}): give 'plotly' or 'matplotlib'")
     there = [name for name in dict.fromkeys(n for row in rows for n in row) if _is(rows, name)]
     if not there or figure not in (None, *there):
         raise ValueError(f"plot({figure!r}): no such figure; there are: {', '.join(there) or '–'}")
@@ -109,20 +122,34 @@ def heads_figure(
     ]
     for row in rows:
         cells[layers.index(str(row.get("layer", "")))][row["head"]] = row.get(name)
-    title = (titles or {}).get(name, name)
-    drawn = Figure(
-        Heatmap(
-            z=cells,
-            y=layers,
-            colorscale="Viridis",
-            xgap=2,
-            ygap=2,
-            hovertemplate="layer %{y}, head %{x}: %{z:.4g}<extra></extra>",
-        )
-    )
+    draw = _with_plotly if backend == "plotly" else _with_matplotlib
+    try:
+        return draw(cells, layers, (titles or {}).get(name, name))
+    except ImportError:
+        raise ImportError(f"plot(): {backend} is not installed; `pip install {backend}`") from None
+
+
+def _with_plotly(cells: list[list[float | None]], layers: Sequence[str], title: str) -> Any:
+    from plotly.graph_objects import Figure, Heatmap
+
+    hover = "layer %{y}, head %{x}: %{z:.4g}<extra></extra>"
+    heads = Heatmap(z=cells, y=layers, colorscale="Viridis", xgap=2, ygap=2, hovertemplate=hover)
+    drawn = Figure(heads)
     drawn.update_layout(title={"text": html.escape(title)}, height=max(240, 120 + 26 * len(layers)))
     drawn.update_xaxes(title={"text": "head"}, dtick=1)
     drawn.update_yaxes(title={"text": "layer"}, type="category", autorange="reversed")
+    return drawn
+
+
+def _with_matplotlib(cells: list[list[float | None]], layers: Sequence[str], title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(2.5 + 0.4 * len(cells[0]), 1.5 + 0.4 * len(layers)), layout="tight")
+    axes = drawn.subplots()
+    values = [[math.nan if cell is None else cell for cell in line] for line in cells]
+    drawn.colorbar(axes.imshow(values, cmap="viridis", aspect="auto"), ax=axes)
+    axes.set(title=title, xlabel="head", ylabel="layer", xticks=range(len(cells[0])))
+    axes.set_yticks(range(len(layers)), layers)
     return drawn
 
 

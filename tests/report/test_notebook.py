@@ -102,3 +102,32 @@ def test_the_page_works_in_a_notebooks_frame(tmp_path: Path) -> None:
         assert frame.locator("#head-title", has_text="L1H1").is_visible()
         assert page.url == file.as_uri()
     assert said == []
+
+
+def test_plots_without_plotly(layer: hw.MultiHeadAttention) -> None:
+    with hw.watch(layer, hw.Entropy()) as seen:
+        layer(torch.randn(2, 7, 24), mask=hw.Causal())
+    drawn = seen.plot("entropy", backend="matplotlib")
+    assert drawn.axes[0].images[0].get_array().tolist() == [
+        [row["entropy"] for row in seen.table()]
+    ]
+    assert drawn.axes[0].get_title() == "entropy"
+    with pytest.raises(ValueError, match=r"plot\(backend='pixels'\): give 'plotly' or"):
+        seen.plot(backend="pixels")
+
+
+def test_a_training_shows_itself(layer: hw.MultiHeadAttention, tmp_path: Path) -> None:
+    rule = hw.telemetry.Rule("entropy", above=0.0, then=str)
+    path = tmp_path / "heads.sqlite"
+    with hw.Monitor(layer, every=1, rules=[rule], history=path) as monitor:
+        assert "nothing recorded yet" in repr(monitor)
+        layer(torch.randn(2, 7, 24), mask=hw.Causal())
+        monitor.step()
+    want = [f"{value:.4g}" for value in monitor.latest["entropy"].values]
+    for shown in (monitor._repr_html_(), hw.History(path)._repr_html_()):
+        head, *lines = cells(shown)
+        assert [line[head.index("entropy")] for line in lines] == want
+        assert shown.count("<li>step 1: L0H") == 3
+    page = hw.timeline(path, tmp_path / "page.html")
+    assert page == tmp_path / "page.html"
+    assert page._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 import os
 import re
@@ -14,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .._io import write_whole
-from .._tables import frame_of, heads_figure
+from .._tables import PlotBackend, frame_of, heads_figure
 from .._text import Brief
 from .codec import BYTE, TWO_BYTES, budget, finite, pack, pack_whole, pooled, ungzip_b64, unpack
+from .page.parts import framed
 from .page.report import render_page, titles
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from plotly.graph_objects import Figure
 
 FORMAT = "headwise look 1"
-FRAME_HEIGHT = 860  # pixels of the page in a notebook
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """The errors that reading a damaged document raises."""
@@ -164,26 +162,29 @@ class Look:
 
         return frame_of("look", table)
 
-    def plot(self, metric: str | None = None) -> Figure:
-        """Draw one metric of every head as a Plotly figure: layers down, heads across.
+    def plot(self, metric: str | None = None, *, backend: PlotBackend = "plotly") -> Any:
+        """Draw one metric of every head: layers down, heads across.
 
         Args:
             metric: a key of `columns`; by default the first.
+            backend: `"plotly"` for a figure that answers to the pointer, `"matplotlib"` for a
+                static one.
+
+        Returns:
+            A Plotly or a matplotlib `Figure`.
 
         Raises:
-            ImportError: plotly is not installed.
-            ValueError: no such metric.
+            ImportError: the library is not installed.
+            ValueError: no such metric, or another backend.
         """
         keys = [column["key"] for column in self.columns]
         rows = [{key: row.get(key) for key in ("layer", "head", *keys)} for row in self.rows]
-        return heads_figure(rows, metric, {one["key"]: one["title"] for one in self.columns})
+        titles = {one["key"]: one["title"] for one in self.columns}
+        return heads_figure(rows, metric, titles, backend)
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        return (
-            f'<iframe srcdoc="{html.escape(render_page(self))}" title="headwise look" width="100%" '
-            f'height="{FRAME_HEIGHT}" style="border:0" allow="clipboard-write"></iframe>'
-        )
+        return framed(render_page(self))
 
     def document(self) -> dict[str, Any]:
         """Return what `to_json` writes, as a dict."""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._io import check_suffix, place_for
-from .._tables import frame_of
+from .._tables import frame_of, html_summary
 from .._text import Brief
 from .figures import FIELDS, Array, HeadMetrics, Heads
 from .rules import Alarm, RecordedStep
@@ -147,7 +147,7 @@ class History:
             "ORDER BY step, rule, layer, head"
         )
         numbers = {layer: number for number, layer in enumerate(self.layers)}
-        return [Alarm(*row, numbers.get(row[3], 0)) for row in rows]
+        return [Alarm(*row[:6], number=numbers.get(row[3], 0)) for row in rows]
 
     @property
     def scalars(self) -> dict[str, dict[int, float]]:
@@ -261,6 +261,14 @@ class History:
             ) from None
         check_suffix(Path(path), "a Parquet file", (".parquet",))
         parquet.write_table(pyarrow.table(self.columns()), place_for(Path(path)))
+
+    def _repr_html_(self) -> str:
+        """Return the alarms, by step, and the metrics of every head at the last step."""
+        columns = self.columns()
+        last = slice(len(columns["step"]) - sum(self.layers.values()), None)
+        values = zip(*(column[last].tolist() for column in columns.values()), strict=True)
+        rows = [dict(zip(columns, row, strict=True)) for row in values]
+        return html_summary(repr(self), self.alarms, rows)
 
     def __repr__(self) -> str:
         steps, heads = self.steps, sum(self.layers.values())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._tables import html_summary
 from .._text import and_more
 from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
@@ -462,6 +463,25 @@ class Monitor:
         if self._hook is not None:
             self._hook.remove()
         self._recorder.close()
+
+    def __repr__(self) -> str:
+        heads = sum(self.layers.values())
+        return (
+            f"<Monitor of {type(self.model).__name__}: step {self.steps}, {heads} heads, "
+            f"{len(self.alarms)} alarms; {', '.join(self.latest) or 'nothing recorded yet'}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the alarms, and the metrics of every head at the last recorded step."""
+        rows: list[dict[str, Any]] = [
+            {"layer": layer, "head": head}
+            for layer, heads in enumerate(self.layers.values())
+            for head in range(heads)
+        ]
+        for name, metrics in self.latest.items():
+            for row, value in zip(rows, metrics.wide(len(rows)).values.tolist(), strict=True):
+                row[name] = value
+        return html_summary(repr(self), self.alarms, rows)
 
     def __enter__(self) -> Monitor:
         return self

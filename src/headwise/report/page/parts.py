@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
 import json
 import os
@@ -32,7 +33,7 @@ def check_out(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write_html(path: Path, text: str) -> Path:
+def write_html(path: Path, text: str) -> Page:
     """Write a page's text, whole or not at all.
 
     Raises `PageError` when the folder cannot be written.
@@ -41,7 +42,26 @@ def write_html(path: Path, text: str) -> Path:
         write_whole(path.parent, {path.name: lambda part: part.write_bytes(text.encode("utf-8"))})
     except OSError as error:
         raise PageError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return Page(path)
+
+
+FRAME_HEIGHT = 860
+"""The height of a page in a notebook, in pixels."""
+
+
+class Page(type(Path())):
+    """The path of a page that was written; in a notebook it shows the page."""
+
+    def _repr_html_(self) -> str:
+        return framed(self.read_text("utf-8"))
+
+
+def framed(page: str) -> str:
+    """Return a page in a frame of its own, as notebooks show it."""
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" title="headwise" width="100%" '
+        f'height="{FRAME_HEIGHT}" style="border:0" allow="clipboard-write"></iframe>'
+    )
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:

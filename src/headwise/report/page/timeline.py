@@ -226,7 +226,7 @@ def _thinned(values: Mapping[int, float]) -> list[list[Any]]:
     size = -(-len(values) // MOST_POINTS) or 1
     steps, numbers = np.array([*values]), np.array([*values.values()], dtype=float)
     starts = np.arange(0, len(steps), size)
-    counts = np.diff([*starts, len(steps)])
+    counts = np.diff(np.append(starts, len(steps)))
     means = np.add.reduceat(numbers, starts) / counts
     return [steps[starts].tolist(), [float(f"{mean:.6g}") for mean in means]]
 
