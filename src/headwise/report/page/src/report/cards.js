@@ -5,7 +5,7 @@ import { $, dark, el } from "../shared/dom.js";
 import { headInWords, headName, whole } from "../shared/words.js";
 import { choose, tellBest } from "./choice.js";
 import { glyph, headButton } from "./labels.js";
-import { data } from "./look.js";
+import { allLabels, data, firstLabel } from "./look.js";
 import { drawMap } from "./map.js";
 import { expected } from "./proof.js";
 import { state } from "./state.js";
@@ -50,7 +50,29 @@ export async function drawCards() {
     const { row, layer, map } = proofs[place];
     drawMap(`card-${place}`, row, layer, map, { small: true, guides: expected(label, layer)?.lines ?? [] });
   });
+  await drawImportant();
   return markCard();
+}
+
+/** The heads that the loss depends on most, by what ablating them costs, or by the loss's sensitivity. */
+async function drawImportant() {
+  const key = ["ablation", "importance"].find((name) => data.column.has(name));
+  const rows = key ? data.rows.filter((row) => row[key] > 0).sort((a, b) => b[key] - a[key]).slice(0, 4) : [];
+  $("important-box").hidden = !rows.length;
+  if (!rows.length) return;
+  const column = data.column.get(key);
+  $("important-what").textContent = key === "ablation" ? "The loss rises most where one of these is ablated." : "The loss is most sensitive to these.";
+  const maps = await Promise.all(rows.map((row) => ofHead(row.of.maps, row.head)));
+  $("important").replaceChildren(...rows.map((row, place) => {
+    const index = data.rows.indexOf(row);
+    const title = el("button", { type: "button", class: "plain title", "data-row": index }, glyph(firstLabel(row)), el("b", {}, headName(row)), ` ${allLabels(row)}`);
+    title.setAttribute("aria-label", `${headInWords(row)}: ${column.title} ${figure(row[key], column)}`);
+    title.addEventListener("click", () => choose(index));
+    const map = el("div", { class: "plot", id: `important-${place}`, "aria-hidden": "true" });
+    map.addEventListener("click", () => choose(index));
+    return el("li", { class: "card" }, title, map, el("p", {}, `${column.title}: `, el("b", {}, `${row[key] > 0 ? "+" : ""}${figure(row[key], column)}`), ` ${column.unit}`));
+  }));
+  rows.forEach((row, place) => drawMap(`important-${place}`, row, row.of, maps[place], { small: true, guides: [] }));
 }
 
 function card({ name, rows, label }, row, place) {
@@ -79,7 +101,7 @@ async function chooseCard(index, label) {
 }
 
 function markCard() {
-  for (const one of $("cards").querySelectorAll(".card")) {
+  for (const one of document.querySelectorAll(".cards .card")) {
     one.classList.toggle("chosen", Number(one.querySelector("[data-row]").dataset.row) === state.row);
   }
 }
