@@ -262,6 +262,25 @@ def test_cards_show_the_best_head_of_each_label(tab: Tab) -> None:
     assert tab.page.locator("#pieces input").nth(1).is_checked()
 
 
+def test_the_most_important_heads_have_cards(browser: Any, tmp_path: Path) -> None:
+    base = told()
+    costs = (0.1, -0.2, 1.5)
+    rows = [{**row, "ablation": cost} for row, cost in zip(base.rows, costs, strict=True)]
+    columns = [one for one in base.columns if one["key"] != "ablation"]
+    columns.append({**columns[0], "key": "ablation", "title": "Ablation", "unit": "nats"})
+    tab = Tab(browser, write_page(replace(base, rows=rows, columns=columns), tmp_path / "a.html"))
+    cards = tab.page.locator("#important .card")
+    assert [text.split()[:2] for text in cards.all_inner_texts()] == [
+        ["L0H2", "unlabeled"],
+        ["L0H0", "induction"],
+    ]
+    assert "Ablation: +1.5" in cards.first.inner_text()
+    cards.first.locator("button").click()
+    tab.page.locator("#bar-head", has_text="L0H2").wait_for()
+    tab.check()
+    tab.close()
+
+
 def saved(tab: Tab, chart: str, kind: str) -> bytes:
     with tab.page.expect_download() as waiting:
         tab.page.locator(f"#{chart} + .save button", has_text=kind).click()
