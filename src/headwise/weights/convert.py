@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.numbers import fault_of_eps
-from .detect import LayerTensors, check_state, detect_layout, find_layers, tensor_of
+from .detect import LayerTensors, Shape, check_state, detect_layers, find_layers, tensor_of
 from .folders import CONFIG
 from .layout_table import LAYOUTS
 from .layout_types import LayerSizes, Layout
@@ -38,8 +38,8 @@ def convert(
     state: Mapping[str, Any],
     *,
     source: str | None = None,
-    target: str,
-    num_heads: int | None = None,
+    target: str | Mapping[str, str],
+    num_heads: int | Mapping[str, int] | None = None,
     num_kv_heads: int | None = None,
     bias: bool | None = None,
     rotary_dim: int | None = None,
@@ -51,9 +51,11 @@ def convert(
         state: names to tensors (or NumPy and JAX arrays, or nested lists) of one layer or of a
             model. In a model every attention layer is converted in place; other tensors are
             copied, and renamed within a family (`gpt2` and `nanogpt`, `llama` and `llama_meta`).
-        source: the layout of `state`; by default detected.
-        target: the layout to write: a key of `headwise.weights.layout_table.LAYOUTS`.
-        num_heads: the number of query heads, if the shapes do not determine it.
+        source: the layout of `state`; by default detected, for each layer its own (LLaVA has two).
+        target: the layout to write: a key of `headwise.weights.layout_table.LAYOUTS`; or a mapping
+            from parts of names to layouts, such as `{"vision_tower": "bart", "": "llama"}`: the
+            longest part that is in a layer's name counts, and layers without one stay.
+        num_heads: the number of query heads, if the shapes do not determine it; or such a mapping.
         num_kv_heads: the number of key/value heads, if the shapes do not determine it.
         bias: for targets with optional biases: True adds zeros, False drops biases of zeros;
             by default as in the source.
@@ -90,28 +92,68 @@ def convert(
     True
     """
     check_state(state, "convert")
-    if source is None:
-        source = detect_layout(state)
-    conversion = Conversion(source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps)
-    call = str(conversion)
+    call = f"convert(source={source!r}, target={target!r})"
     tensors = {name: tensor_of(name, value, call) for name, value in state.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layers = find_layers(conversion.old, shapes, call)
-    out: dict[str, Tensor] = {}
-    for _, name, tensor in converted(shapes, tensors.__getitem__, layers, conversion):
+    options = num_kv_heads, bias, rotary_dim, qk_norm_eps
+    plan = conversions(shapes, source, target, num_heads, options)
+    out: dict[str, Any] = {}
+    for _, name, tensor in converted(shapes, tensors.__getitem__, plan):
         if name in out:
             raise ValueError(f"{call}: the state holds {name!r} already")
         out[name] = tensor
-    if conversion.new.lists:
+    if isinstance(target, str) and LAYOUTS[target].lists:
         return {name: tensor.tolist() for name, tensor in out.items()}
-    return dict(out)
+    return out
+
+
+def conversions(
+    shapes: Mapping[str, Shape],
+    source: str | None,
+    target: str | Mapping[str, str],
+    num_heads: int | Mapping[str, int] | None,
+    options: tuple[Any, ...] = (),
+    expected: str | None = None,
+) -> list[tuple[LayerTensors, Conversion]]:
+    """Return the attention layers that are to be converted, each with its conversion.
+
+    `expected` chooses between two layouts with the same names and shapes.
+
+    Raises:
+        ValueError: no layer, a fault of `Conversion`, or a part of names that no layer has.
+    """
+    known = source if source in LAYOUTS else next(iter(LAYOUTS))
+    targets = [target] if isinstance(target, str) else list(target.values())
+    for one in targets:  # its faults come before those of the state
+        heads = None if isinstance(num_heads, Mapping) else num_heads
+        call = str(Conversion(known if source is None else source, one, heads, *options))
+    if source is None:
+        layers = detect_layers(shapes, expected)
+    else:
+        layers = find_layers(LAYOUTS[source], shapes, call)
+    for parts in (target, num_heads):
+        for part in parts if isinstance(parts, Mapping) else ():
+            if not any(part in layer.prefix for layer in layers):
+                raise ValueError(f"{call}: no attention layer has {part!r} in its name")
+    plan = [
+        (layer, Conversion(layer.layout.name, to, _of_part(num_heads, layer.prefix), *options))
+        for layer in layers
+        if (to := _of_part(target, layer.prefix)) is not None
+    ]
+    return plan
+
+
+def _of_part(value: Any, prefix: str) -> Any:
+    """Return what a mapping from parts of names has for a layer, or None; else the value."""
+    if not isinstance(value, Mapping):
+        return value
+    return value.get(max((part for part in value if part in prefix), key=len, default=None))
 
 
 def converted(
     names: Iterable[str],
     load: Callable[[str], Tensor],
-    layers: Iterable[LayerTensors],
-    conversion: Conversion,
+    plan: Iterable[tuple[LayerTensors, Conversion]],
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield every tensor of the converted state, one layer at a time: (original name, name,
     tensor).
@@ -120,15 +162,21 @@ def converted(
     layer come at the place of its first name.
     """
     begins, inside = {}, set()
-    for layer in layers:
-        begins[layer.first] = layer
+    pairs: dict[str, Conversion] = {}
+    for layer, conversion in plan:
+        begins[layer.first] = layer, conversion
         inside |= layer.names
+        pairs[f"{conversion.source} {conversion.target}"] = conversion
     for source in names:
         if source in begins:
-            for name, tensor in convert_layer(begins[source], load, conversion).items():
+            layer, conversion = begins[source]
+            for name, tensor in convert_layer(layer, load, conversion).items():
                 yield source, name, tensor
         elif source not in inside:
-            name, turned = renamed(source, conversion.old, conversion.new)
+            name, turned = source, False
+            for conversion in pairs.values():
+                if name == source:
+                    name, turned = renamed(source, conversion.old, conversion.new)
             tensor = load(source)
             yield source, name, tensor.T.contiguous() if turned else tensor
 
@@ -219,7 +267,7 @@ def convert_layer(
         parts = with_bias(parts, sizes, conversion.bias)
     prefix, _ = renamed(layer.prefix, conversion.old, conversion.new)
     written = write(parts, sizes, conversion.new, _origins(layer), prefix, call)
-    return {prefix + name: tensor for name, tensor in written}
+    return {conversion.new.stored(prefix + name): tensor for name, tensor in written}
 
 
 def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:

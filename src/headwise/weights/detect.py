@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ def detect_layout(state: Mapping[str, Any]) -> str:
 
     Raises:
         ValueError: no known layout has these names and shapes; the known ones are listed. Or the
-            layout is ambiguous, as between nanoGPT and GPTBigCode.
+            layout is ambiguous, as between nanoGPT and GPTBigCode; or layers have several.
 
     >>> import torch, headwise as hw
     >>> hw.detect_layout(torch.nn.MultiheadAttention(12, 3).state_dict())
@@ -43,27 +43,46 @@ def detect_layout(state: Mapping[str, Any]) -> str:
 
 
 def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> str:
-    """Detect the layout from names and shapes alone.
+    """Detect the only layout from names and shapes alone.
 
     `expected` chooses between two layouts with the same names and shapes.
     """
-    best: tuple[int, str] | None = None
-    nearly: list[str] = []
-    for layout in LAYOUTS.values():
-        try:
-            layers = find_layers(layout, shapes, "")
-        except ValueError as error:
-            nearly.append(str(error).removeprefix(": "))
-            continue
-        at_home = any(
-            layout.home is not None and layer.prefix.rstrip("./").endswith(layout.home)
-            for layer in layers
+    starts: dict[str, str] = {}
+    for layer in detect_layers(shapes, expected):
+        starts.setdefault(layer.layout.name, layer.prefix)
+    if len(starts) > 1:
+        some = ", ".join(f"{name!r} at {prefix!r}" for name, prefix in starts.items())
+        raise ValueError(
+            f"detect_layout(…): the state has layers of {len(starts)} layouts, {some}; convert() "
+            f"reads each layer by its own if no source is given"
         )
-        score = 2 * sum(len(layer.names) for layer in layers) + at_home
-        if best is None or score > best[0]:
-            best = score, layout.name
-        elif layout.twin is not None and best == (score, layout.twin[0]):
-            best = score, _resolve_twin(layout, layers, shapes, expected)
+    return next(iter(starts))
+
+
+def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> list[LayerTensors]:
+    """Find the attention layers of a state, each in its layout, by names and shapes alone.
+
+    The layout with most names takes all of its layers first, then the next takes of the rest.
+    Layers whose names differ by numbers alone have one layout. `expected` is as above.
+
+    Raises:
+        ValueError: there is none, or one that no layout fits.
+    """
+    kinds = {name: _by_kind(layout, shapes) for name, layout in LAYOUTS.items()}
+    found: list[LayerTensors] = []
+    taken: set[str] = set()
+    while best := _largest(kinds, taken, shapes, expected):
+        found += best
+        taken |= {name for layer in best for name in layer.names}
+    chosen = {layer.layout.name for layer in found}
+    faults = [
+        str(layer).removeprefix(": ")
+        for layout, groups in kinds.items()
+        for group in groups.values()
+        for name, layer in group.items()
+        if isinstance(layer, ValueError)
+        if name not in taken and (layout in chosen or not found or "has an adapter" in str(layer))
+    ]
     # An unexpected name is closer to a match than a missing name.
     for sign in (
         "norms of q and k",
@@ -72,15 +91,55 @@ def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> s
         "do not fit together",
         "misses",
     ):
-        for fault in nearly if best is None else ():
+        for fault in faults:
             if sign in fault:
                 raise ValueError(f"detect_layout(…): no known layout fits; nearest: {fault}")
-    if best is None:
+    if not found:
         raise ValueError(
             f"detect_layout(…): none of the known layouts has the names {_some(shapes)}; "
             f"known are {', '.join(LAYOUTS)}"
         )
-    return best[1]
+    return found
+
+
+_Kinds = dict[str, dict[str, "LayerTensors | ValueError"]]
+"""The layers of a layout, or why they are none, by a name and by their numbered prefix."""
+
+
+def _by_kind(layout: Layout, shapes: Mapping[str, Shape]) -> _Kinds:
+    kinds: _Kinds = {}
+    for name, prefix, layer in _attempts(layout, shapes, ""):
+        kinds.setdefault(re.sub(r"\d+", "#", prefix), {})[name] = layer
+    return kinds
+
+
+def _largest(
+    kinds: Mapping[str, _Kinds],
+    taken: set[str],
+    shapes: Mapping[str, Shape],
+    expected: str | None,
+) -> list[LayerTensors]:
+    """Return the layers of the layout with most names that are not taken; none if none fits."""
+    best, chosen = (0, ""), []
+    for layout in LAYOUTS.values():
+        layers: list[LayerTensors] = []
+        for group in kinds[layout.name].values():
+            fitting = [one for one in group.values() if isinstance(one, LayerTensors)]
+            if len(fitting) == len(group) and not any(one.names & taken for one in fitting):
+                layers += fitting
+        if not layers:
+            continue
+        at_home = any(
+            layout.home is not None and layer.prefix.rstrip("./").endswith(layout.home)
+            for layer in layers
+        )
+        score = 2 * sum(len(layer.names) for layer in layers) + at_home
+        twin = layout.twin is not None and best == (score, layout.twin[0])
+        if twin and _resolve_twin(layout, layers, shapes, expected) != layout.name:
+            continue
+        if twin or score > best[0]:
+            best, chosen = (score, layout.name), layers
+    return chosen
 
 
 def _resolve_twin(
@@ -150,39 +209,63 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], call: str) -> list[
     Raises:
         ValueError: there is none; or one has missing or extra names, or contradictory shapes.
     """
-    prefixes: dict[str, None] = {}
-    for form in layout.forms:
-        for name, (parts, _) in form.tensors.items():
-            if parts.endswith(".weight") and not parts.startswith("out") and "norm" not in parts:
-                pattern = named_as(name)
-                matches = (pattern.fullmatch(other) for other in shapes)
-                prefixes |= {match["prefix"]: None for match in matches if match}
-                _refuse_adapters(layout, pattern, shapes, call)
-    if not prefixes:
+    layers = []
+    for _, _, layer in _attempts(layout, shapes, call):
+        if isinstance(layer, ValueError):
+            raise layer
+        layers.append(layer)
+    if not layers:
         expected = [name for name in layout.forms[0].tensors if name.endswith(("weight", "kernel"))]
         raise ValueError(
             f"{call}: no layer of layout {layout.name!r}: the names are {_some(shapes)}, and it "
             f"has {_some(expected or layout.forms[0].tensors)}{_looks_like(layout, shapes, call)}"
         )
-    return [_layer(layout, prefix, shapes, call) for prefix in prefixes]
+    return layers
 
 
-def _refuse_adapters(
-    layout: Layout, pattern: re.Pattern[str], shapes: Mapping[str, Shape], call: str
-) -> None:
-    """Raise ValueError for a projection inside a PEFT adapter."""
-    for name in shapes:
-        bare = name.replace(".base_layer.", ".")
-        if bare != name and pattern.fullmatch(bare):
-            raise ValueError(
+def _attempts(
+    layout: Layout, shapes: Mapping[str, Shape], call: str
+) -> Iterator[tuple[str, str, LayerTensors | ValueError]]:
+    """Yield a name and the prefix of every layer, and the layer or the reason why it does not fit.
+
+    A projection inside a PEFT adapter is such a reason, and comes first.
+    """
+    prefixes: dict[str, str] = {}
+    adapters: dict[str, str] = {}
+    for form in layout.forms:
+        for name, (parts, _) in form.tensors.items():
+            if not parts.endswith(".weight") or parts.startswith("out") or "norm" in parts:
+                continue
+            pattern = named_as(name)
+            for other in shapes:
+                bare = layout.plain(other.replace(".base_layer.", "."))
+                if match := pattern.fullmatch(bare):
+                    found = adapters if ".base_layer." in other else prefixes
+                    found.setdefault(match["prefix"], other)
+    for prefix, name in adapters.items():
+        yield (
+            name,
+            prefix,
+            ValueError(
                 f"{call}: {name} is only a part of layout {layout.name!r}'s projection: it has an "
                 f"adapter; merge that first (PEFT's merge_and_unload())"
-            )
+            ),
+        )
+    for prefix, name in prefixes.items():
+        if prefix not in adapters:
+            try:
+                yield name, prefix, _layer(layout, prefix, shapes, call)
+            except ValueError as error:
+                yield name, prefix, error
 
 
 def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) -> LayerTensors:
     """Return the layer at a prefix, in the form that fits its names best."""
-    names_here = {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
+    names_here = {
+        plain.removeprefix(prefix): name
+        for name in shapes
+        if (plain := layout.plain(name)).startswith(prefix)
+    }
     attempts = [_match(form, names_here) for form in layout.forms]
     form, where, missing = min(attempts, key=lambda attempt: len(attempt[2]) - len(attempt[1]))
     at = f" under {prefix!r}" if prefix else ""

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from .._io import holds_files, only_writer, place_for, write_whole
-from .convert import Conversion, converted
-from .detect import detect_shapes, find_layers
+from .convert import Conversion, conversions, converted
 from .folders import CONFIG, INDEX, WEIGHTS, check_values, weight_files
 from .layout_table import LAYOUTS
 from .model_config import ModelConfig
@@ -52,7 +51,7 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        source: the layout before.
+        source: the layout before; if there are several, joined by "and".
         target: the layout after.
         layers: the number of converted attention layers.
         tensors: the number of tensors.
@@ -124,22 +123,18 @@ def convert_file(
                 )
         tensors = _Stored(source_path, stack)
         config = ModelConfig.read_beside(source_path)
-        if source is None:
-            source = detect_shapes(tensors.shapes, config.layout)
-        heads, kv_heads = num_heads or config.num_heads, num_kv_heads or config.num_kv_heads
-        conversion = Conversion(source, target, heads, kv_heads, bias, rotary_dim, qk_norm_eps)
-        conversion = _as_configured(conversion, config)
-        layers = find_layers(conversion.old, tensors.shapes, str(conversion))
-        if config.other_norms and conversion.new.holds("q_norm.weight"):
-            raise ValueError(f"{conversion}: by {CONFIG} the norms of q and k {config.other_norms}")
-        tensors.weights = {name for layer in layers for name in layer.names}
-        stream = partial(converted, tensors.shapes, tensors.read, layers, conversion)
+        options = num_kv_heads, bias, rotary_dim, qk_norm_eps
+        plan_of = conversions(tensors.shapes, source, target, num_heads, options, config.layout)
+        layers = [(layer, _as_configured(one, config.at(layer.prefix))) for layer, one in plan_of]
+        call = str(layers[0][1]) if layers else f"convert(target={target!r})"
+        tensors.weights = {name for layer, _ in layers for name in layer.names}
+        stream = partial(converted, tensors.shapes, tensors.read, layers)
         done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}
         plan = []
         for origin, name, tensor in stream():
             plan.append(_PlannedTensor(name, tuple(tensor.shape), tensor.dtype))
             report(done[origin] / 2)
-        _check_plan(plan, str(conversion))
+        _check_plan(plan, call)
         flow = stream()
 
         def following(planned: list[_PlannedTensor]) -> Iterator[Tensor]:
@@ -162,9 +157,9 @@ def convert_file(
             index = {"metadata": {"total_size": total}, "weight_map": places}
             writers[INDEX] = lambda path: path.write_text(json.dumps(index, indent=2) + "\n")
         write_whole(folder, writers, replace=overwrite)
-    return Converted(
-        source, target, len(layers), len(plan), total, tuple(str(folder / name) for name in writers)
-    )
+    sources = " and ".join(dict.fromkeys(one.source for _, one in layers))
+    paths = tuple(str(folder / name) for name in writers)
+    return Converted(sources, target, len(layers), len(plan), total, paths)
 
 
 class _Stored:
@@ -215,11 +210,19 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
-    """Add the rotation and the eps of the config beside the weights to a conversion.
+    """Add the head counts, the rotation and the eps of the config beside the weights.
 
     Raises:
-        ValueError: it contradicts the source, or the rotation differs between layers.
+        ValueError: it contradicts the source, or the rotation differs between layers; or norms that
+            the target cannot hold.
     """
+    if config.other_norms and conversion.new.holds("q_norm.weight"):
+        raise ValueError(f"{conversion}: by {CONFIG} the norms of q and k {config.other_norms}")
+    conversion = replace(
+        conversion,
+        num_heads=conversion.num_heads or config.num_heads,
+        num_kv_heads=conversion.num_kv_heads or config.num_kv_heads,
+    )
     twin = None if config.layout is None else LAYOUTS[config.layout].twin
     if twin is not None and conversion.source == twin[0]:
         raise ValueError(

@@ -76,8 +76,17 @@ def _biases(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}.bias" for name in names)
 
 
+def _each_bias(*names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((f"{name}.bias",) for name in names)
+
+
 _NORMS: Tensors = {"q_norm.weight": ("q_norm.weight", "d"), "k_norm.weight": ("k_norm.weight", "d")}
 _EPS: Tensors = {f"{part}_norm._extra_state": (f"{part}_norm.eps", "") for part in "qk"}
+
+_DIFFUSERS_NORMS: Tensors = {
+    "norm_q.weight": ("q_norm.weight", "d"),
+    "norm_k.weight": ("k_norm.weight", "d"),
+}
 
 _GPT2_MODEL = {
     role: (f"{{any}}h.{{layer}}.mlp.{role}.weight", "i o") for role in ("c_fc", "c_proj")
@@ -284,9 +293,10 @@ _ROWS = (
     ),
     Layout(
         "bert",
-        "Hugging Face's BERT and its kin: query, key, value and output.dense",
+        "Hugging Face's BERT, ESM and their kin: query, key, value and output.dense",
         (LayerForm(_linears("self.query", "self.key", "self.value", "output.dense")),),
-        ignored=("output.LayerNorm.",),
+        masks=("self.rotary_embeddings.inv_freq",),
+        ignored=("output.LayerNorm.", "LayerNorm."),
         home="attention",
     ),
     Layout(
@@ -345,7 +355,7 @@ _ROWS = (
     ),
     Layout(
         "vit",
-        "Hugging Face's ViT: q_proj … o_proj with biases; older checkpoints have BERT's names",
+        "Hugging Face's ViT and DINOv2: q_proj … o_proj; older checkpoints have BERT's names",
         (
             LayerForm(
                 _linears("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -383,6 +393,140 @@ _ROWS = (
         masks=("bias", "masked_bias", "rotary_emb.inv_freq"),
         home="attention",
         partial={"": "Pythia, Persimmon; and Bloom rotates nothing"},
+    ),
+    Layout(
+        "falcon",
+        "Hugging Face's Falcon and Bloom: neox's names; grouped heads lie group by group",
+        (
+            LayerForm(
+                _packed("query_key_value", "dense", "n p d"),
+                rules=(VALUES_AS_WIDE, ONE_INPUT, HEADS_FILL_WIDTH, KEEPS_WIDTH),
+                optional=(_biases("query_key_value", "dense"),),
+            ),
+        ),
+        rope="half",
+        home="self_attention",
+    ),
+    Layout(
+        "gptj",
+        "Hugging Face's GPT-J: q_proj … out_proj without biases, neighbouring features rotated",
+        (LayerForm(_linears("q_proj", "k_proj", "v_proj", "out_proj", bias=False)),),
+        rope="interleaved",
+        masks=("bias", "masked_bias", "embed_positions"),
+        home="attn",
+        partial={"": "GPT-J; and Galactica's OPT rotates nothing"},
+    ),
+    Layout(
+        "bart",
+        "BART, OPT, CLIP, SigLIP, Whisper of Hugging Face, and fair-esm: q_proj … out_proj",
+        (
+            LayerForm(
+                _linears("q_proj", "k_proj", "v_proj", "out_proj"),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, HEADS_FILL_WIDTH, KEEPS_WIDTH),
+                optional=_each_bias("q_proj", "k_proj", "v_proj", "out_proj"),
+            ),
+        ),
+        masks=("rot_emb.inv_freq",),
+        home="self_attn",
+    ),
+    Layout(
+        "whisper",
+        "OpenAI's Whisper: query, key (without bias), value and out",
+        (
+            LayerForm(
+                _linears("query", "key", "value", "out"),
+                optional=_each_bias("query", "key", "value"),
+            ),
+        ),
+        home="attn",
+    ),
+    Layout(
+        "phi",
+        "Hugging Face's Phi-2: q_proj, k_proj, v_proj and dense, a part of each head rotated",
+        (
+            LayerForm(
+                _linears("q_proj", "k_proj", "v_proj", "dense"),
+                rules=FREE_HEADS,
+                optional=(_biases("q_proj", "k_proj", "v_proj"),),
+            ),
+        ),
+        rope="half",
+        masks=("rotary_emb.inv_freq",),
+        home="self_attn",
+        partial={"": "Phi-2"},
+    ),
+    Layout(
+        "phi3",
+        "Hugging Face's Phi-3: q|k|v in qkv_proj, grouped heads, and o_proj",
+        (
+            LayerForm(
+                {
+                    "qkv_proj.weight": ("qkv.weight", "(p n d) i"),
+                    "o_proj.weight": ("out.weight", "o (n d)"),
+                },
+                rules=FREE_HEADS,
+            ),
+        ),
+        rope="half",
+        masks=("rotary_emb.inv_freq",),
+        home="self_attn",
+        partial={"": "Phi-4-mini"},
+    ),
+    Layout(
+        "t5",
+        "Hugging Face's T5: q, k, v and o without biases; scores are not scaled",
+        (
+            LayerForm(
+                _linears("q", "k", "v", "o", bias=False),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, KEEPS_WIDTH),
+            ),
+        ),
+        ignored=("relative_attention_bias.",),
+        home="SelfAttention",
+    ),
+    Layout(
+        "distilbert",
+        "Hugging Face's DistilBERT: q_lin, k_lin, v_lin and out_lin",
+        (LayerForm(_linears("q_lin", "k_lin", "v_lin", "out_lin")),),
+        home="attention",
+    ),
+    Layout(
+        "modernbert",
+        "Hugging Face's ModernBERT: q|k|v in Wqkv, and Wo",
+        (LayerForm(_packed("Wqkv", "Wo"), optional=(("Wqkv.bias",), ("Wo.bias",))),),
+        rope="half",
+        home="attn",
+    ),
+    Layout(
+        "diffusers",
+        "diffusers' Attention: to_q … to_out.0; the added stream of Flux and SD3 is `added`",
+        (
+            LayerForm(
+                _linears("to_q", "to_k", "to_v") | _DIFFUSERS_NORMS,
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_CONTEXT, OUT_AS_WIDE_AS_HEADS),
+                optional=(_biases("to_q", "to_k", "to_v"), tuple(_DIFFUSERS_NORMS)),
+            ),
+            LayerForm(
+                _linears("to_q", "to_k", "to_v", "to_out.0") | _DIFFUSERS_NORMS,
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_CONTEXT),
+                optional=(
+                    _biases("to_q", "to_k", "to_v"),
+                    ("to_out.0.bias",),
+                    tuple(_DIFFUSERS_NORMS),
+                ),
+            ),
+        ),
+        rope="interleaved",
+        ignored=("added.",),
+        home="attn",
+        aliases={
+            "added.to_q.": "add_q_proj.",
+            "added.to_k.": "add_k_proj.",
+            "added.to_v.": "add_v_proj.",
+            "added.to_out.0.": "to_add_out.",
+            "added.norm_q.": "norm_added_q.",
+            "added.norm_k.": "norm_added_k.",
+        },
     ),
     Layout(
         "internlm2",

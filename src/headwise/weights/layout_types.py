@@ -142,6 +142,8 @@ class Layout:
             a part of each head.
         twin: another layout with the same names and shapes, which differs if there are as many
             key/value heads as query heads; and the reason for the ambiguity.
+        aliases: names within a layer, in the form of a module of its own, and the names that are
+            stored for them.
     """
 
     name: str
@@ -157,7 +159,29 @@ class Layout:
     other_norms: Mapping[str, str] = field(default_factory=dict)
     partial: Mapping[str, str] = field(default_factory=dict)
     twin: tuple[str, str] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def plain(self, stored: str) -> str:
+        """Return the name of a stored tensor without aliases."""
+        return _replaced(stored, {theirs: name for name, theirs in self.aliases.items()})
+
+    def stored(self, plain: str) -> str:
+        """Return the stored name of a tensor."""
+        return _replaced(plain, self.aliases)
 
     def holds(self, part: str) -> bool:
         """Return True if one of the layout's tensors can be this part, such as `q_norm.eps`."""
         return any(part == held for form in self.forms for held, _ in form.tensors.values())
+
+
+def _replaced(name: str, parts: Mapping[str, str]) -> str:
+    """Replace the last of the parts of a dotted name.
+
+    >>> _replaced("blocks.0.attn.add_q_proj.bias", {"add_q_proj.": "added.to_q."})
+    'blocks.0.attn.added.to_q.bias'
+    """
+    for old, new in parts.items():
+        before, found, after = f".{name}".rpartition(f".{old}")
+        if found:
+            return f"{before}.{new}{after}"[1:]
+    return name

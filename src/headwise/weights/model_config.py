@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .folders import CONFIG
 from .layout_types import ADDING_ONE, NORMED_VALUES, WITHOUT_WEIGHTS
 
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
 _EPS = ("rms_norm_eps", "layer_norm_eps")
 _SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+
+_WORDS = {"vision": "vis"}
+"""Words in the names of layers of a part, if they are not the part's name."""
 
 _SHARE_OF = {
     "bamba": 0.5,
@@ -23,6 +26,7 @@ _SHARE_OF = {
     "gpt_neox_japanese": 1.0,
     "nemotron": 0.5,
     "persimmon": 0.5,
+    "phi": 0.5,
     "stablelm": 0.25,
 }
 """The rotated share of a head by model type, if the config does not contain it."""
@@ -56,6 +60,7 @@ class ModelConfig:
         rotary_shares: or the share of them; several if layers differ.
         qk_norm_eps: the eps of norms of queries and keys.
         other_norms: a description of norms that are not RMS norms times the weight.
+        parts: the options of parts of the model, by a word in the names of their layers.
     """
 
     num_heads: int | None = None
@@ -65,6 +70,18 @@ class ModelConfig:
     rotary_shares: frozenset[float] = frozenset()
     qk_norm_eps: float | None = None
     other_norms: str | None = None
+    parts: Mapping[str, ModelConfig] = field(default_factory=dict)
+
+    def at(self, prefix: str) -> ModelConfig:
+        """Return the options of the part of a model that a layer belongs to.
+
+        >>> config = {"text_config": {"num_heads": 4}, "vision_config": {"num_heads": 3}}
+        >>> config = ModelConfig.of(config)
+        >>> config.at("model.visual.blocks.0.attn").num_heads, config.at("model.0.attn").num_heads
+        (3, 4)
+        """
+        found = [part for word, part in self.parts.items() if word in prefix]
+        return found[0] if found else self.parts.get("text", self)
 
     @classmethod
     def read_beside(cls, weights: Path) -> ModelConfig:
@@ -87,6 +104,15 @@ class ModelConfig:
         other = next(
             (effect for effect, kinds in _OTHER_NORMS.items() if kind in kinds.split()), None
         )
+        parts = {
+            _WORDS.get(name, name): cls.of(config[f"{name}_config"])
+            for name in ("vision", "audio", "speech", "encoder", "decoder", "text")
+            if isinstance(config.get(f"{name}_config"), Mapping)
+        }
+        for name in ("encoder", "decoder"):
+            count = config.get(f"{name}_attention_heads")
+            if type(count) is int:
+                parts[f"{name}."] = cls(count)
         turned = 0 if kind in _NEIGHBOURS else _first(config, ("rotary_dim",), int)
         return cls(
             _first(config, _HEADS, int),
@@ -96,6 +122,7 @@ class ModelConfig:
             frozenset() if turned is not None else _shares(config, kind),
             _first(config, _EPS, float),
             other if config.get("use_qk_norm") is not False else None,
+            parts,
         )
 
 
