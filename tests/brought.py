@@ -85,7 +85,7 @@ def siglip() -> Brought:
 def whisper() -> Brought:
     config = config_of("whisper", "WhisperConfig", d_model=24)
     module = in_transformers("whisper", "WhisperAttention")(24, 4, config=config)
-    return Brought(module, "bart", lambda: module(X)[0])
+    return Brought(module, "whisper", lambda: module(X)[0])
 
 
 def esm() -> Brought:

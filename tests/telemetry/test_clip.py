@@ -109,8 +109,9 @@ class Stored(nn.Module):
         parts, group = self.parts(), self.sizes.num_heads // self.sizes.num_kv_heads
         q, k, v = (torch.einsum("bti,ndi->bntd", x, parts[f"{p}.weight"]) for p in "qkv")
         if "q.bias" in parts:
-            q, k, v = (
-                y + parts[f"{p}.bias"][:, None] for p, y in zip("qkv", (q, k, v), strict=True)
+            q, k, v = (  # Whisper's keys have no bias
+                y + parts[f"{p}.bias"][:, None] if f"{p}.bias" in parts else y
+                for p, y in zip("qkv", (q, k, v), strict=True)
             )
         if self.layout.turns:
             k, v = (y.repeat(1, group, 1, 1) for y in (k, v))

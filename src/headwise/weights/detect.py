@@ -19,6 +19,11 @@ from .packing import axes_of
 
 Shape = tuple[int, ...]
 
+_NORM = re.compile(
+    r"(pre_|post_|input_|self_attn_)?(layer_?norm|norm|ln)_?\d*[./](weight|bias)", re.IGNORECASE
+)
+"""Names of norms beside a layer, which are not of its queries and keys."""
+
 # A converted layer keeps the names beside it, so each layout ignores those of all layouts.
 BESIDE = tuple(start for layout in LAYOUTS.values() for start in layout.ignored)
 
@@ -130,8 +135,7 @@ def _largest(
         if not layers:
             continue
         at_home = any(
-            layout.home is not None and layer.prefix.rstrip("./").endswith(layout.home)
-            for layer in layers
+            re.split("[./]", layer.prefix.rstrip("./"))[-1] == layout.home for layer in layers
         )
         score = 2 * sum(len(layer.names) for layer in layers) + at_home
         twin = layout.twin is not None and best == (score, layout.twin[0])
@@ -281,7 +285,7 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) 
     for short, name in names_here.items():
         if any((match := mask.fullmatch(short)) and not match["prefix"] for mask in masks):
             names.add(name)
-        elif name not in names and not short.startswith(BESIDE):
+        elif name not in names and not short.startswith(BESIDE) and not _NORM.fullmatch(short):
             extra.append(name)
     if extra:
         reason = (

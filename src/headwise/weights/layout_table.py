@@ -76,8 +76,8 @@ def _biases(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}.bias" for name in names)
 
 
-def _each_bias(*names: str) -> tuple[tuple[str, ...], ...]:
-    return tuple((f"{name}.bias",) for name in names)
+def _without(name: str, tensors: Tensors) -> Tensors:
+    return {other: held for other, held in tensors.items() if other != name}
 
 
 _NORMS: Tensors = {"q_norm.weight": ("q_norm.weight", "d"), "k_norm.weight": ("k_norm.weight", "d")}
@@ -370,7 +370,7 @@ _ROWS = (
     ),
     Layout(
         "timm",
-        "timm's vision transformers: qkv and proj",
+        "timm's vision transformers and SAM: qkv and proj",
         (
             LayerForm(
                 _packed("qkv", "proj"),
@@ -378,6 +378,8 @@ _ROWS = (
                 optional=(("qkv.bias",), ("proj.bias",)),
             ),
         ),
+        masks=("relative_position_index",),
+        ignored=("rel_pos_", "relative_position_bias_table"),
         home="attn",
     ),
     Layout(
@@ -418,12 +420,12 @@ _ROWS = (
     ),
     Layout(
         "bart",
-        "BART, OPT, CLIP, SigLIP, Whisper of Hugging Face, and fair-esm: q_proj … out_proj",
+        "BART, OPT, CLIP and SigLIP of Hugging Face, and fair-esm: q_proj … out_proj",
         (
             LayerForm(
                 _linears("q_proj", "k_proj", "v_proj", "out_proj"),
-                rules=(EQUAL_HEADS, VALUES_AS_WIDE, HEADS_FILL_WIDTH, KEEPS_WIDTH),
-                optional=_each_bias("q_proj", "k_proj", "v_proj", "out_proj"),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, KEEPS_WIDTH),
+                optional=(_biases("q_proj", "k_proj", "v_proj", "out_proj"),),
             ),
         ),
         masks=("rot_emb.inv_freq",),
@@ -431,13 +433,14 @@ _ROWS = (
     ),
     Layout(
         "whisper",
+        "Hugging Face's Whisper: bart's names, and no bias of keys",
+        (LayerForm(_without("k_proj.bias", _linears("q_proj", "k_proj", "v_proj", "out_proj"))),),
+        home="self_attn",
+    ),
+    Layout(
+        "whisper_openai",
         "OpenAI's Whisper: query, key (without bias), value and out",
-        (
-            LayerForm(
-                _linears("query", "key", "value", "out"),
-                optional=_each_bias("query", "key", "value"),
-            ),
-        ),
+        (LayerForm(_without("key.bias", _linears("query", "key", "value", "out"))),),
         home="attn",
     ),
     Layout(

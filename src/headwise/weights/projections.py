@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .convert import stored_tensors
-from .detect import LayerTensors, Shape, detect_shapes, find_layers, named_as
+from .detect import LayerTensors, Shape, detect_layers, named_as
 from .layout_table import LAYOUTS
 from .layout_types import LayerSizes
 from .packing import parts_of, per_head, sizes_of
@@ -111,6 +111,67 @@ class _Latent(QueryKeyProjections):
         yield self.keys[0], of_keys[:, None]
 
 
+class _Joint(QueryKeyProjections):
+    """The projections of two streams whose heads attend together (Flux, SD3)."""
+
+    def __init__(self, streams: Sequence[QueryKeyProjections]) -> None:
+        self.streams = streams
+        self.num_heads, self.num_kv_heads = streams[0].num_heads, streams[0].num_kv_heads
+        self.own = frozenset(name for one in streams for name in one.own)
+        self.queries = tuple(name for one in streams for name in one.queries)
+        self.keys = tuple(name for one in streams for name in one.keys)
+        self.normed = any(one.normed for one in streams)
+
+    def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for one in self.streams:
+            yield from one.factors(q, k)
+
+
+class _Adapted(QueryKeyProjections):
+    """Projections of which some have adapters of PEFT, `base + B A` in LoRA.
+
+    The rows of base and B are scaled, and the magnitude of DoRA. The factors of IA3 stay.
+    """
+
+    def __init__(self, bare: QueryKeyProjections, tensors: Mapping[str, Tensor]) -> None:
+        self.bare = bare
+        self.num_heads, self.num_kv_heads = bare.num_heads, bare.num_kv_heads
+        self.normed = bare.normed
+        self.more: dict[str, list[tuple[str, int]]] = {}
+        self.base = {name.replace(".base_layer.", "."): name for name in tensors}
+        for name, x in tensors.items():
+            projection, kind = _adapter_of(name)
+            if kind in ("lora_B", "lora_magnitude_vector"):
+                self.more.setdefault(f"{projection}.weight", []).append((name, x.dim()))
+            elif kind not in (None, "lora_A", "ia3_l") and _OF_QUERIES_OR_KEYS.search(projection):
+                raise ValueError(f"of the adapters of PEFT, {kind!r} ({name}) cannot be scaled")
+        self.own = frozenset(self.base[name] for name in bare.own)
+        self.queries, self.keys = self._all(bare.queries), self._all(bare.keys)
+
+    def group_of(self, head: int) -> int:
+        return self.bare.group_of(head)
+
+    def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, factor in self.bare.factors(q, k):
+            yield self.base[name], factor
+            for more, axes in self.more.get(name, ()):
+                yield more, factor.flatten()[:, None] if axes == 2 else factor.flatten()
+
+    def _all(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        more = [one for name in names for one, _ in self.more.get(name, ())]
+        return (*(self.base[name] for name in names), *more)
+
+
+def _adapter_of(name: str) -> tuple[str, str | None]:
+    """Return the projection that has an adapter's tensor, and which tensor it is.
+
+    >>> _adapter_of("q_proj.lora_B.default.weight"), _adapter_of("q_proj.weight")
+    (('q_proj', 'lora_B'), ('q_proj.weight', None))
+    """
+    found = re.fullmatch(r"(.+)\.((?:lora|ia3|vera|hada|lokr|boft|oft|hra|fourierft)_\w+)\..+", name)
+    return (found[1], found[2]) if found else (name, None)
+
+
 def projections_of(
     tensors: Mapping[str, Tensor], num_heads: int, kind: type | None = None
 ) -> QueryKeyProjections:
@@ -125,29 +186,44 @@ def projections_of(
     """
     if {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight"} <= tensors.keys():
         return _Latent(tensors, num_heads)
+    if any(".base_layer." in name for name in tensors):
+        bare = {
+            name.replace(".base_layer.", "."): x
+            for name, x in tensors.items()
+            if _adapter_of(name)[1] is None
+        }
+        return _Adapted(projections_of(bare, num_heads, kind), tensors)
     shapes = tuple((name, tuple(x.shape)) for name, x in tensors.items())
-    layer = _layer_of(shapes, _meant(kind))
-    if isinstance(layer, str):
-        raise ValueError(layer)
-    held, patterns = stored_tensors(layer, tensors.__getitem__)
-    alone = any("{n}" in name for name in layer.where)
-    call = f"layout {layer.layout.name!r}"
-    sizes = sizes_of(held, patterns, None if alone else num_heads, None, call)
-    return _OfLayout(layer, sizes, patterns)
+    layers = _layers_of(shapes, _meant(kind))
+    if isinstance(layers, str):
+        raise ValueError(layers)
+    streams = []
+    for layer in layers:
+        held, patterns = stored_tensors(layer, tensors.__getitem__)
+        alone = any("{n}" in name for name in layer.where)
+        call = f"layout {layer.layout.name!r}"
+        sizes = sizes_of(held, patterns, None if alone else num_heads, None, call)
+        streams.append(_OfLayout(layer, sizes, patterns))
+    return streams[0] if len(streams) == 1 else _Joint(streams)
 
 
 @lru_cache(4096)
-def _layer_of(shapes: tuple[tuple[str, Shape], ...], expected: str | None) -> LayerTensors | str:
-    """Return the layer with these tensors, or the reason why there is none."""
+def _layers_of(
+    shapes: tuple[tuple[str, Shape], ...], expected: str | None
+) -> list[LayerTensors] | str:
+    """Return the layer with these tensors, one for each of its streams, or why there is none."""
     own = {name: shape for name, shape in shapes if not _beside(name)}
     if not own:
         return "it has no weights of its own"
     try:
-        layers = find_layers(LAYOUTS[detect_shapes(own, expected)], own, "")
+        layers = detect_layers(own, expected)
     except ValueError as error:
         return str(error).removeprefix("detect_layout(…): ")
     whole = [layer for layer in layers if not layer.prefix]
-    return whole[0] if whole else "its weights belong to parts of it"
+    if not whole:
+        return "its weights belong to parts of it"
+    added = {name.split(".")[0] + "." for name in whole[0].layout.aliases}
+    return whole[:1] + [layer for layer in layers if layer.prefix in added]
 
 
 def _meant(kind: type | None) -> str | None:
