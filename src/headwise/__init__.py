@@ -52,6 +52,7 @@ if _TYPE_CHECKING:
         register,
         watch,
     )
+    from .layers.torch_attention import replace_attention_
     from .report.look import look
     from .report.page.timeline import timeline
     from .research.circuits import circuits
@@ -120,6 +121,7 @@ __all__ = [
     "parallel",
     "qk_clip_",
     "register",
+    "replace_attention_",
     "timeline",
     "watch",
 ]
@@ -131,6 +133,7 @@ _LAZY_NAMES = {
     "capture": """
         ablate ablation_scan accelerate attention_of head_outputs importance register watch
     """,
+    "layers.torch_attention": "replace_attention_",
     "report.look": "look",
     "report.page.timeline": "timeline",
     "research.circuits": "circuits",

@@ -190,6 +190,44 @@ class MultiHeadAttention(nn.Module):
         self._build(**factory)
         self.reset_parameters()
 
+    @classmethod
+    def from_torch(cls, mha: nn.MultiheadAttention) -> "MultiHeadAttention":
+        """Build a layer with copies of the weights of an `nn.MultiheadAttention`.
+
+        The layer takes and returns `[B, length, embed_dim]` whatever `batch_first` is, and masks
+        by name: `layer(x, mask=hw.Causal())` is `mha(x, x, x, attn_mask=…)[0]`. Device, dtype,
+        dropout and the training mode are those of `mha`. `hw.replace_attention_` replaces the
+        modules of a model by ones that are called as before.
+
+        Raises:
+            ValueError: something else; `kdim` is not `vdim`; `add_bias_kv`, `add_zero_attn`.
+
+        >>> mha = nn.MultiheadAttention(24, num_heads=3, batch_first=True)
+        >>> layer, x = MultiHeadAttention.from_torch(mha), torch.randn(2, 7, 24)
+        >>> torch.allclose(layer(x), mha(x, x, x)[0], atol=1e-6)
+        True
+        """
+        fault = fault_of_torch(mha)
+        if fault is None and mha.kdim != mha.vdim:
+            fault = f"kdim={mha.kdim} is not vdim={mha.vdim}; {_CONTEXT}"
+        if fault is not None:
+            raise ValueError(f"MultiHeadAttention.from_torch({type(mha).__name__}): {fault}")
+        width, bias, out = mha.embed_dim, mha.in_proj_bias, mha.out_proj
+        options: Any = {"bias": bias is not None, "dropout": mha.dropout}
+        options |= {"device": out.weight.device, "dtype": out.weight.dtype}
+        state = {f"out.{name}": x for name, x in out.state_dict().items()}
+        if mha._qkv_same_embed_dim:
+            state |= {"qkv.weight": mha.in_proj_weight, "qkv.bias": bias}
+        else:
+            options["kv_dim"] = mha.kdim
+            kv = torch.cat([mha.k_proj_weight, mha.v_proj_weight])  # type: ignore[list-item]
+            state |= {"q.weight": mha.q_proj_weight, "kv.weight": kv}
+            if bias is not None:
+                state |= {"q.bias": bias[:width], "kv.bias": bias[width:]}
+        layer = cls(width, mha.num_heads, **options)
+        layer.load_state_dict({name: x for name, x in state.items() if x is not None})
+        return layer.train(mha.training)
+
     def _build(self, **factory: Any) -> None:
         """Create the projections; a subclass that keeps its weights elsewhere overrides this,
         `reset_parameters`, `projection`, `_project` and `_merge`."""
@@ -230,24 +268,24 @@ class MultiHeadAttention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "B T E"],
-        context: Float[Tensor, "B S C"] | None = None,
+        x: Float[Tensor, "*B T E"],
+        context: Float[Tensor, "*B S C"] | None = None,
         *more: object,
         mask: Mask | None = None,
         cache: KVCache | None = None,
         **unknown: Unknown,
-    ) -> Float[Tensor, "B T O"]:
+    ) -> Float[Tensor, "*B T O"]:
         """Attend from every row of x to x itself, or to `context`.
 
         Args:
-            x: `[B, T, embed_dim]`.
-            context: `[B, S, kv_dim]` for cross-attention; keys and values come from it.
+            x: `[B, T, embed_dim]`, or `[T, embed_dim]` without a batch.
+            context: `[B, S, kv_dim]`, or `[S, kv_dim]` without a batch, for cross-attention; keys and values come from it.
             mask: who may attend to whom; None lets every query see every key, later ones too.
             cache: the past of this layer. x continues it, and is added to it. A cache with a
                 window needs a mask with the same `Window(n)`.
 
         Returns:
-            `[B, T, out_dim]`.
+            `[B, T, out_dim]`, or `[T, out_dim]`.
 
         Raises:
             ValueError: shapes that do not fit the layer or each other; a layer of another
@@ -259,6 +297,9 @@ class MultiHeadAttention(nn.Module):
         """
         if more or unknown:
             _refuse(more, unknown)
+        if getattr(x, "ndim", 0) == 2 and getattr(context, "ndim", 2) == 2:
+            one = None if context is None else context[None]
+            return self.forward(x[None], one, mask=mask, cache=cache)[0]
         self._check_call(x, context, cache)
         if self.head_shard is None:
             q, k, v = self._project(x, context)
@@ -301,7 +342,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {fault}")
         fault = self._fault_of_sharding() if self.head_shard is None else None
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
-            fault = f"x must be [B, T, {self.embed_dim}]"
+            fault = f"x must be [B, T, {self.embed_dim}] or [T, {self.embed_dim}]"
         elif context is None:
             if self.kv_dim != self.embed_dim:
                 fault = f"kv_dim={self.kv_dim} asks for a context of that width"
@@ -472,6 +513,17 @@ class MultiHeadAttention(nn.Module):
         if self.head_shard is not None:
             parts.append(str(self.head_shard))
         return ", ".join(parts)
+
+
+def fault_of_torch(mha: object) -> str | None:
+    """Return the reason why a module cannot be replaced by a layer of headwise."""
+    if type(mha) is not nn.MultiheadAttention:
+        return "give an nn.MultiheadAttention; a subclass may compute something else"
+    if mha.bias_k is not None:
+        return "it was built with add_bias_kv=True, a learned key and value; no layer here has them"
+    if mha.add_zero_attn:
+        return "it was built with add_zero_attn=True, a key of zeros; no layer here has one"
+    return None
 
 
 def _refuse(more: tuple[object, ...], unknown: dict[str, Unknown]) -> NoReturn:
