@@ -103,8 +103,8 @@ def test_the_public_names_are_these() -> None:
         SameToken Self Window"""
     layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"
     functions = """ablate ablation_scan accelerate attend attention_of check circuits convert
-        detect_layout explain head_outputs importance look observe qk_clip_ register timeline
-        watch"""
+        detect_layout explain head_outputs importance look observe prune_ qk_clip_ register
+        replace_attention_ timeline watch"""
     others = "__version__ integrations parallel"
     names = " ".join((statistics, masks, layers, functions, others)).split()
     assert sorted(dir(hw)) == sorted(names)

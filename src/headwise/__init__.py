@@ -49,6 +49,7 @@ if _TYPE_CHECKING:
         attention_of,
         head_outputs,
         importance,
+        prune_,
         register,
         watch,
     )
@@ -119,6 +120,7 @@ __all__ = [
     "look",
     "observe",
     "parallel",
+    "prune_",
     "qk_clip_",
     "register",
     "replace_attention_",
@@ -131,7 +133,7 @@ _LAZY_MODULES = """
 """.split()
 _LAZY_NAMES = {
     "capture": """
-        ablate ablation_scan accelerate attention_of head_outputs importance register watch
+        ablate ablation_scan accelerate attention_of head_outputs importance prune_ register watch
     """,
     "layers.torch_attention": "replace_attention_",
     "report.look": "look",

@@ -30,7 +30,9 @@ def close(got: Tensor, wanted: Tensor) -> None:
 # ── from_torch ──────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 10, "vdim": 10}, {"dropout": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"kdim": 10, "vdim": 10}, {"dropout": 0.1}]
+)
 def test_a_layer_of_torchs_weights(options: dict[str, Any]) -> None:
     theirs = mha(batch_first=True, **options).eval()
     layer = hw.MultiHeadAttention.from_torch(theirs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
-from brought import BUILDERS, X, Brought, randomised
+from brought import BUILDERS, Brought, X, randomised
 
 
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)

@@ -7,6 +7,7 @@ from .captured import Watched
 from .effects import HeadEffects, join_tables
 from .head_outputs import HeadOutputs, head_outputs
 from .importance import ablation_scan, importance
+from .prune import prune_
 from .register import register
 from .serve import Accelerated
 from .watch import watch
@@ -23,6 +24,7 @@ __all__ = [
     "head_outputs",
     "importance",
     "join_tables",
+    "prune_",
     "register",
     "watch",
 ]

@@ -82,7 +82,7 @@ def ablate(
             f"{said}: reference must be what head_outputs(…) gives, and "
             f"{type(reference).__name__} is not."
         )
-    asked = _asked(model, heads, said)
+    asked = heads_by_layer(model, heads, said)
     calls: Counter[str] = Counter()
     attended: dict[str, int] = {}  # the numbers of the layers
 
@@ -170,7 +170,7 @@ def _check_fit(call: AttentionCall, shape: torch.Size) -> None:
         )
 
 
-def _asked(model: nn.Module, heads: Heads, said: str) -> dict[Layer, tuple[int, ...]]:
+def heads_by_layer(model: nn.Module, heads: Heads, said: str) -> dict[Layer, tuple[int, ...]]:
     """Return the numbers of the heads of each layer that is given, all names checked."""
     try:
         given = _by_layer(heads)

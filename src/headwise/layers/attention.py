@@ -279,7 +279,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             x: `[B, T, embed_dim]`, or `[T, embed_dim]` without a batch.
-            context: `[B, S, kv_dim]`, or `[S, kv_dim]` without a batch, for cross-attention; keys and values come from it.
+            context: `[B, S, kv_dim]`, or `[S, kv_dim]`, for cross-attention; keys and values come
+                from it.
             mask: who may attend to whom; None lets every query see every key, later ones too.
             cache: the past of this layer. x continues it, and is added to it. A cache with a
                 window needs a mask with the same `Window(n)`.

@@ -227,7 +227,7 @@ class GPT2Attention(MultiHeadAttention):
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if context is not None:
             raise ValueError("GPT2Attention attends to its own input; it takes no context")
-        q, k, v = self.c_attn(x).split(self.embed_dim, dim=-1)
+        q, k, v = self.c_attn(x).split(self.num_heads * self.head_dim, dim=-1)
         return self._heads(q), self._heads(k), self._heads(v)
 
     @property

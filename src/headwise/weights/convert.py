@@ -135,12 +135,11 @@ def conversions(
         for part in parts if isinstance(parts, Mapping) else ():
             if not any(part in layer.prefix for layer in layers):
                 raise ValueError(f"{call}: no attention layer has {part!r} in its name")
-    plan = [
+    return [
         (layer, Conversion(layer.layout.name, to, _of_part(num_heads, layer.prefix), *options))
         for layer in layers
         if (to := _of_part(target, layer.prefix)) is not None
     ]
-    return plan
 
 
 def _of_part(value: Any, prefix: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -206,14 +207,14 @@ def written(parts: Parts, sizes: LayerSizes, form: LayerForm) -> Iterable[tuple[
         ):
             continue
         if "{n}" in name:
-            whole = _packed(held, f"n {pattern.replace('(n d)', 'd')}", parts, sizes)
+            whole = packed(held, f"n {pattern.replace('(n d)', 'd')}", parts, sizes)
             for head, tensor in enumerate(whole):
                 yield name.replace("{n}", str(head)), _own(tensor)
         else:
-            yield name, _own(_packed(held, pattern, parts, sizes))
+            yield name, _own(packed(held, pattern, parts, sizes))
 
 
-def _packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
+def packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
     """Return one stored tensor, packed from its parts."""
     which, kind = held.split(".")
     if which == "out" or "norm" in which:
@@ -243,18 +244,41 @@ def _packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
     return torch.stack(pieces, axis + 1).flatten(axis, axis + 1)
 
 
+def subset(
+    held: str,
+    pattern: str,
+    tensor: Tensor,
+    sizes: LayerSizes,
+    heads: Tensor,
+    groups: Tensor,
+) -> Tensor:
+    """Return a stored tensor with some of the heads, and some of the key/value heads, alone."""
+    parts = unpack(held, pattern, tensor, sizes)
+    for name, part in parts.items():
+        which = name.split(".")[0]
+        if name == "out.weight":
+            parts[name] = part.index_select(1, heads)
+        elif which in ("q", "k", "v"):
+            parts[name] = part.index_select(0, heads if which == "q" else groups)
+    fewer = replace(sizes, num_heads=len(heads), num_kv_heads=len(groups))
+    return _own(packed(held, pattern, parts, fewer))
+
+
 def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: LayerSizes) -> Tensor:
-    """Return a factor for each head in a stored tensor of q, k and v; it broadcasts to the tensor.
+    """Return a factor for each head in a stored tensor; it broadcasts to the tensor.
 
     `factors` are `[n]`, by part; parts without a factor are not scaled.
     """
     which, kind = held.split(".")
+    if held == "out.weight":
+        wide = factors["out"][None, :, None].expand(1, -1, sizes.value_dim)
+        return packed(held, pattern, {held: wide}, replace(sizes, out_width=1))
     parts: Parts = {}
     for part in which:
         one = factors.get(part, torch.ones(sizes.heads_of(part)))
         wide = one[:, None].expand(-1, sizes.dim_of(part))
         parts[f"{part}.{kind}"] = wide[..., None] if kind == "weight" else wide
-    return _packed(held, pattern, parts, sizes)
+    return packed(held, pattern, parts, sizes)
 
 
 def _neutral(part: str, parts: Parts, sizes: LayerSizes) -> Tensor:

@@ -168,7 +168,9 @@ def _adapter_of(name: str) -> tuple[str, str | None]:
     >>> _adapter_of("q_proj.lora_B.default.weight"), _adapter_of("q_proj.weight")
     (('q_proj', 'lora_B'), ('q_proj.weight', None))
     """
-    found = re.fullmatch(r"(.+)\.((?:lora|ia3|vera|hada|lokr|boft|oft|hra|fourierft)_\w+)\..+", name)
+    found = re.fullmatch(
+        r"(.+)\.((?:lora|ia3|vera|hada|lokr|boft|oft|hra|fourierft)_\w+)\..+", name
+    )
     return (found[1], found[2]) if found else (name, None)
 
 

@@ -1,0 +1,449 @@
+"""`prune_(model, heads)`: heads that are removed from a model's weights, for good."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.attention import MultiHeadAttention
+from ..layers.torch_attention import TorchMultiHeadAttention, replace_attention_
+from ..weights.convert import stored_tensors
+from ..weights.detect import LayerTensors, detect_layers
+from ..weights.layout_types import LayerSizes
+from ..weights.packing import per_head, sizes_of, subset
+from .ablate import Heads, heads_by_layer
+from .head_address import Layer, as_written
+from .modules import attending, check_model
+from .ranks import number_of_heads
+
+_HEADS = """num_heads n_heads n_head num_attention_heads heads nhead num_q_heads n_local_heads
+    num_local_heads""".split()
+_KV_HEADS = "num_kv_heads num_key_value_heads n_kv_heads n_local_kv_heads kv_heads".split()
+_SHARED = "num_key_value_groups n_rep num_queries_per_kv".split()
+_WIDTHS = "all_head_size inner_dim split_size attn_dim attention_dim q_size embed_dim".split()
+_KV_WIDTHS = "inner_kv_dim kv_dim kv_size".split()
+_HEAD_WIDTHS = """head_dim attention_head_size dim_head head_size key_value_proj_dim d_kv
+    qk_head_dim""".split()
+"""What modules call the numbers of heads, of key/value heads, of heads that share one, the width of
+all heads, of all key/value heads, and of one head."""
+
+_OF_HEADS = re.compile(
+    r"(^|\.)(sinks|relative_attention_bias\.weight|relative_position_bias_table)$"
+)
+"""Parameters within attention modules whose last axis is the heads."""
+
+
+@torch.no_grad()
+def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
+    """Remove heads from a model: their rows of q, k and v, and their columns of the output.
+
+    The pruned model gives what `ablate(model, heads)` gives, with fewer weights and less work.
+    Parameters are replaced, so build the optimizer afterwards. Heads that are left are numbered
+    from 0 again. Layers of `nn.MultiheadAttention`, which cannot have fewer heads, become
+    headwise's (`hw.replace_attention_`).
+
+    Where several heads share a key and a value (grouped heads), remove all that share one, or as
+    many of each group.
+
+    Models of transformers: where the config can say the new sizes (Llama's `num_attention_heads`
+    with `head_dim`, the same in every layer), it says them, and `save_pretrained` and
+    `from_pretrained` go on working. Otherwise `config.pruned_heads` holds the removed heads by the
+    names of their modules, in the numbers of the first model. `save_pretrained` saves the smaller
+    weights; to load them, build the model by its config, prune it by that, then load the weights.
+
+    Args:
+        model: a model whose attention weights are in a layout that `convert` knows.
+        heads: which heads, as in `ablate`: `"L2H9"`, `(2, 9)`, `("h.2.attn", 9)`, several, or a
+            dict of layers and their heads. Numbers of layers are those of `watch` where the order
+            of the calls is known: for one stack of layers, and encoders with a decoder.
+
+    Returns:
+        The number of heads that are left, by the name of the pruned modules.
+
+    Raises:
+        ValueError: an unknown layout, layer or head; all heads of a layer; heads that leave groups
+            of several sizes; a layer without an output projection; position biases of each head
+            that come from elsewhere (ALiBi, T5's first layer); weights that are shared, quantized
+            or sharded; a module that does not hold the number or the width of its heads. Nothing
+            is changed then.
+
+    Source: Michel et al. 2019; Voita et al. 2019.
+
+    >>> import headwise as hw
+    >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+    >>> with hw.ablate(layer, ["L0H0"]):
+    ...     wanted = layer(x)
+    >>> prune_(layer, ["L0H0"])
+    {'': 2}
+    >>> torch.allclose(layer(x), wanted, atol=1e-6), layer.qkv.weight.shape
+    (True, torch.Size([48, 24]))
+    """
+    check_model("prune_", model)
+    said = f"prune_({type(model).__name__}, {reprlib.repr(heads)})"
+    asked = heads_by_layer(model, heads, said)
+    found = _attention_of(model, said)
+    chosen = _chosen(model, found, asked, said)
+    for one in chosen:
+        one.choose(said)
+    _check_together(found, chosen, said)
+    config = _config_after(model, chosen)
+    for one in chosen:
+        one.check(config is not None, said)
+    if any(isinstance(one.owner, nn.MultiheadAttention) for one in chosen):
+        replace_attention_(model)
+    modules = _modules(model)
+    for one in chosen:
+        one.apply(modules[one.place])
+    if config is not None:
+        model.config.__dict__.update(config.__dict__)  # type: ignore[union-attr]
+        vars(model.config).pop("pruned_heads", None)
+    elif hasattr(getattr(model, "config", None), "to_dict"):
+        gone = {name: vars(module).get("pruned_heads") for name, module in modules.items()}
+        model.config.pruned_heads = {name: one for name, one in gone.items() if one}  # type: ignore[union-attr]
+    return {one.name: len(one.kept) for one in chosen}
+
+
+@dataclass(eq=False)
+class _Attention:
+    """An attention module: its name in tables, its place, its streams and what is removed of it."""
+
+    name: str
+    place: str
+    owner: nn.Module
+    layers: list[LayerTensors]
+    sizes: list[LayerSizes] = field(default_factory=list)
+    patterns: list[Mapping[str, tuple[str, str]]] = field(default_factory=list)
+    remove: set[int] = field(default_factory=set)
+    kept: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """The place without numbers."""
+        return re.sub(r"\d+", "#", self.place)
+
+    def choose(self, said: str) -> None:
+        """Measure the layer and check that it can be pruned.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        at = f"{said}: in {self.name!r} ({type(self.owner).__name__})"
+        self._check_weights(at)
+        state = dict(self.owner.named_parameters())
+        count = number_of_heads(*self.owner.modules())
+        for layer in self.layers:
+            held, patterns = stored_tensors(layer, lambda name: state[self._inside(name)])
+            if not any(parts == "out.weight" for parts, _ in patterns.values()):
+                raise ValueError(
+                    f"{at}: it has no output projection, so that heads are columns of its output"
+                )
+            self.patterns.append(patterns)
+            self.sizes.append(sizes_of(held, patterns, count, None, at))
+        sizes = self.sizes[0]
+        lacking = sorted(self.remove - set(range(sizes.num_heads)))
+        if lacking:
+            last = sizes.num_heads - 1
+            raise ValueError(f"{at}: it has the heads 0 to {last}, and no {lacking[0]}.")
+        share = sizes.num_heads // sizes.num_kv_heads
+        by_group: dict[int, list[int]] = {}
+        for head in sorted(set(range(sizes.num_heads)) - self.remove):
+            turns = self.layers[0].layout.turns
+            group = head % sizes.num_kv_heads if turns else head // share
+            by_group.setdefault(group, []).append(head)
+        if not by_group:
+            raise ValueError(f"{at}: all of its {sizes.num_heads} heads; one must be left.")
+        self.groups = sorted(by_group)
+        left = [by_group[group] for group in self.groups]
+        if len({len(one) for one in left}) > 1:
+            raise ValueError(
+                f"{at}: {share} heads share a key and a value each, and of their groups "
+                f"{', '.join(str(len(one)) for one in left)} heads would be left; remove whole "
+                f"groups, or as many heads of each."
+            )
+        columns = zip(*left, strict=True) if self.layers[0].layout.turns else left
+        self.kept = [head for one in columns for head in one]
+        if not any(_numbers(self.owner, _HEADS, sizes.num_heads)) and not any(
+            _numbers(self.owner, _HEAD_WIDTHS, sizes.head_dim)
+        ):
+            raise ValueError(
+                f"{at}: no attribute of it is known to hold the number of its heads "
+                f"({sizes.num_heads}) or their width ({sizes.head_dim}), so that it would go on "
+                f"with the old one."
+            )
+
+    def _check_weights(self, at: str) -> None:
+        names = Counter(id(x) for _, x in self.owner.named_parameters(remove_duplicate=False))
+        inside = {self._inside(name) for layer in self.layers for name in layer.names}
+        heads = number_of_heads(*self.owner.modules())
+        for name, x in self.owner.named_parameters():
+            if names[id(x)] > 1:
+                raise ValueError(f"{at}: {name} is shared between two of its parts.")
+            if not x.is_floating_point() or hasattr(x, "device_mesh") or hasattr(x, "ds_id"):
+                raise ValueError(f"{at}: {name} is quantized or sharded; prune the whole weights.")
+            known = name in inside or _OF_HEADS.search(name)
+            if not known and heads is not None and heads > 1 and heads in x.shape:
+                raise ValueError(
+                    f"{at}: {name} {list(x.shape)} may be of each of the {heads} heads, and is "
+                    f"not known."
+                )
+
+    def _inside(self, name: str) -> str:
+        """Return the name of a parameter within the module."""
+        return as_written(name).removeprefix(f"{self.place}." if self.place else "")
+
+    def smaller(self) -> dict[str, Tensor]:
+        """Return the parameters with the heads that are left, by their names in the module."""
+        state, new = dict(self.owner.named_parameters()), {}
+        for layer, sizes, patterns in zip(self.layers, self.sizes, self.patterns, strict=True):
+            for name, (full,) in layer.where.items():
+                short = self._inside(full)
+                heads, groups = (
+                    torch.tensor(index, device=state[short].device)
+                    for index in (self.kept, self.groups)
+                )
+                new[short] = subset(*patterns[name], state[short], sizes, heads, groups)
+        ours = [name for name in state if _OF_HEADS.search(name)]
+        return new | {name: state[name][..., self.kept].clone() for name in ours}
+
+    def check(self, config_says: bool, said: str) -> None:
+        """Compare the pruned module with one whose heads give 0, if it can be called by itself.
+
+        Raises:
+            ValueError: it fails, or gives something else.
+        """
+        at = f"{said}: in {self.name!r} ({type(self.owner).__name__})"
+        if not config_says and _reads_config(self.owner):
+            raise ValueError(
+                f"{at}: it reads the number of its heads from the config, which holds for all "
+                f"layers; remove as many heads of every layer."
+            )
+        owner = self.owner
+        if isinstance(owner, nn.MultiheadAttention):
+            owner = TorchMultiHeadAttention(owner)
+        zeroed, pruned = (copy.deepcopy(owner).eval() for _ in range(2))
+        for layer, sizes, patterns in zip(self.layers, self.sizes, self.patterns, strict=True):
+            for name, (full,) in layer.where.items():
+                if patterns[name][0] == "out.weight":
+                    weight = zeroed.get_parameter(self._inside(full))
+                    mask = torch.ones(sizes.num_heads).index_fill(
+                        0, torch.tensor([*self.remove]), 0
+                    )
+                    weight.mul_(per_head(*patterns[name], {"out": mask}, sizes).to(weight))
+        self.apply(pruned)
+        weight = next(self.owner.parameters())
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 3, self.sizes[0].embed_dim, generator=generator).to(weight)
+        for given in ((x,), (x, x, x)):
+            try:
+                want = _first(zeroed.forward(*given))
+            except Exception:  # it needs other arguments, which only its model knows
+                continue
+            try:
+                got = _first(pruned.forward(*given))
+            except Exception as error:
+                raise ValueError(
+                    f"{at}: with fewer heads its forward fails ({_line(error)}), as it may take "
+                    f"the width of its heads from its input's; they can be ablated, not pruned."
+                ) from None
+            if not torch.allclose(got, want, rtol=1e-2, atol=1e-3 * float(want.abs().max())):
+                raise ValueError(f"{at}: with fewer heads it gives something else than with zeros.")
+            return
+
+    def apply(self, owner: nn.Module) -> None:
+        """Replace the parameters of a module, and its attributes that hold sizes."""
+        sizes, heads, groups = self.sizes[0], len(self.kept), len(self.groups)
+        changes = [
+            (_WIDTHS, sizes.num_heads * sizes.head_dim, heads * sizes.head_dim),
+            (_KV_WIDTHS, sizes.num_kv_heads * sizes.head_dim, groups * sizes.head_dim),
+            (_KV_HEADS, sizes.num_kv_heads, groups),
+            (_SHARED, sizes.num_heads // sizes.num_kv_heads, heads // groups),
+            (_HEADS, sizes.num_heads, heads),
+        ]
+        places = [([*_numbers(owner, names, old)], new) for names, old, new in changes]
+        for name, tensor in self.smaller().items():
+            _put(owner, name, tensor)
+        for found, new in places:
+            for module, name in found:
+                if not isinstance(module, MultiHeadAttention) or name in _HEADS + _KV_HEADS:
+                    setattr(module, name, new)
+        if not places[-1][0]:  # the config alone holds it, for all layers together
+            owner.num_heads = heads  # type: ignore[assignment]
+        if hasattr(owner, "sections"):  # headwise's layer
+            rows = groups * sizes.head_dim
+            owner.sections = (heads * sizes.head_dim, rows, rows)[-len(owner.sections) :]  # type: ignore
+        before: list[int] = getattr(owner, "pruned_heads", [])  # type: ignore[assignment]
+        first = [n for n in range(sizes.num_heads + len(before)) if n not in before]
+        owner.pruned_heads = sorted({*before, *(first[head] for head in self.remove)})  # type: ignore
+
+
+def _numbers(owner: nn.Module, names: list[str], value: int) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the attributes of a module and its parts that have one of the names and this value."""
+    for module in owner.modules():
+        for name in names:
+            if type(vars(module).get(name)) is int and vars(module)[name] == value:
+                yield module, name
+
+
+def _reads_config(module: nn.Module) -> bool:
+    """Return True if a forward reads the number of heads from the config."""
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
+    return re.search(rf"config\.({'|'.join((*_HEADS, *_KV_HEADS))})\b", source) is not None
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _put(owner: nn.Module, name: str, new: Tensor) -> None:
+    """Replace a parameter, and the sizes that its module holds."""
+    place, _, last = name.rpartition(".")
+    module: Any = owner.get_submodule(place)
+    module._parameters[last] = nn.Parameter(new, module._parameters[last].requires_grad)
+    if last != "weight" or new.dim() != 2:
+        return
+    for names in (
+        ("out_features", "in_features"),
+        ("nx", "nf"),
+        ("num_embeddings", "embedding_dim"),
+    ):
+        if all(hasattr(module, one) for one in names):
+            for one, size in zip(names, new.shape, strict=True):
+                setattr(module, one, size)
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {as_written(name): module for name, module in model.named_modules()}
+
+
+def _attention_of(model: nn.Module, said: str) -> list[_Attention]:
+    """Return every attention module of a known layout, in the order of the model's parts.
+
+    Raises:
+        ValueError: no known layout.
+    """
+    shapes = {
+        as_written(name): tuple(x.shape)
+        for name, x in model.named_parameters()
+        if not name.endswith("sinks")
+    }
+    grouped = any("GPTBigCode" in type(one).__name__ for one in model.modules())
+    try:
+        layers = detect_layers(shapes, "gpt_bigcode" if grouped else "nanogpt")
+    except ValueError as error:
+        raise ValueError(f"{said}: {str(error).removeprefix('detect_layout(…): ')}") from None
+    modules, names = _modules(model), attending(model)
+    found: dict[str, _Attention] = {}
+    for layer in layers:
+        place = layer.prefix.rstrip("./")
+        if place not in modules:  # the second stream of one module
+            place = place.rpartition(".")[0]
+        inside = [name for name in names if f"{name}.".startswith(f"{place}." if place else "")]
+        name = inside[0] if len(inside) == 1 else place
+        found.setdefault(place, _Attention(name, place, modules[place], [])).layers.append(layer)
+    order = {name: number for number, name in enumerate(modules)}
+    return sorted(found.values(), key=lambda one: order[one.place])
+
+
+def _chosen(
+    model: nn.Module, found: list[_Attention], asked: Mapping[Layer, tuple[int, ...]], said: str
+) -> list[_Attention]:
+    """Return the modules whose heads are given, with these heads."""
+    for layer, heads in asked.items():
+        if isinstance(layer, int):
+            _check_numbers(model, found, layer, said)
+        meant = [
+            one
+            for number, one in enumerate(found)
+            if layer == number
+            or (
+                isinstance(layer, str)
+                and (fnmatchcase(one.name, layer) or fnmatchcase(one.place, layer))
+            )
+        ]
+        if not meant:
+            names = ", ".join(repr(one.name) for one in found[:6])
+            raise ValueError(
+                f"{said}: no attention of a known layout is {layer!r}; there are {len(found)}: "
+                f"{names}."
+            )
+        for one in meant:
+            one.remove |= set(heads)
+    return [one for one in found if one.remove]
+
+
+def _check_numbers(model: nn.Module, found: list[_Attention], layer: int, said: str) -> None:
+    """Raise ValueError if the order of the first calls of a model's layers is not known."""
+    config = getattr(model, "config", None)
+    unknown = set(attending(model)) - {one.name for one in found} - {one.place for one in found}
+    several = len({one.kind for one in found}) > 1
+    if unknown or (several and not getattr(config, "is_encoder_decoder", False)):
+        why = f"{min(unknown)!r} has no known layout" if unknown else "it has several stacks"
+        raise ValueError(
+            f"{said}: layers are numbered by their first calls, which are not known for this "
+            f"model ({why}); give names of modules instead of {layer}."
+        )
+
+
+def _check_together(found: list[_Attention], chosen: list[_Attention], said: str) -> None:
+    """Raise ValueError for heads whose position biases come from elsewhere."""
+    for one in chosen:
+        config, kind = getattr(one.owner, "config", None), type(one.owner).__name__
+        if getattr(config, "alibi", False) or kind.startswith(("Bloom", "Mpt")):
+            raise ValueError(
+                f"{said}: {one.name!r} takes ALiBi biases of each head, which the model makes for "
+                f"all layers together; its heads can be ablated, not pruned."
+            )
+        if one.layers[0].layout.name != "t5":
+            continue
+        others = [other for other in found if other.kind == one.kind]
+        if any(other.remove != one.remove for other in others):
+            raise ValueError(
+                f"{said}: the layers of {one.kind!r} share the position biases of the first, one a "
+                f"head; remove the same heads of all {len(others)} layers."
+            )
+
+
+def _config_after(model: nn.Module, chosen: list[_Attention]) -> Any:
+    """Return a config by which transformers builds the pruned model; None if none does."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict") or not hasattr(model, "save_pretrained") or not chosen:
+        return None
+    sizes, heads, groups = chosen[0].sizes[0], len(chosen[0].kept), len(chosen[0].groups)
+    shapes = {as_written(name): x.shape for name, x in model.named_parameters()}
+    for one in chosen:
+        start = f"{one.place}." if one.place else ""
+        shapes |= {start + name: x.shape for name, x in one.smaller().items()}
+    new = copy.deepcopy(config)
+    vars(new).pop("pruned_heads", None)
+    for names, old, size in (
+        (_HEADS, sizes.num_heads, heads),
+        (_KV_HEADS, sizes.num_kv_heads, groups),
+    ):
+        for name in names:
+            if getattr(new, name, None) == old:
+                setattr(new, name, size)
+    try:
+        new.head_dim = sizes.head_dim
+        with torch.device("meta"):
+            built = type(model)(new)  # type: ignore[call-arg]
+    except Exception:  # whatever a config that does not fit raises
+        return None
+    return new if {as_written(n): x.shape for n, x in built.named_parameters()} == shapes else None
