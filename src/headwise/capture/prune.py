@@ -26,14 +26,12 @@ from .head_address import Layer, as_written
 from .modules import attending, check_model
 from .ranks import number_of_heads
 
-_HEADS = """num_heads n_heads n_head num_attention_heads heads nhead num_q_heads n_local_heads
-    num_local_heads""".split()
-_KV_HEADS = "num_kv_heads num_key_value_heads n_kv_heads n_local_kv_heads kv_heads".split()
-_SHARED = "num_key_value_groups n_rep num_queries_per_kv".split()
-_WIDTHS = "all_head_size inner_dim split_size attn_dim attention_dim q_size embed_dim".split()
-_KV_WIDTHS = "inner_kv_dim kv_dim kv_size".split()
-_HEAD_WIDTHS = """head_dim attention_head_size dim_head head_size key_value_proj_dim d_kv
-    qk_head_dim""".split()
+_HEADS = "num_heads n_heads n_head num_attention_heads heads nhead n_local_heads"
+_KV_HEADS = "num_kv_heads num_key_value_heads n_kv_heads n_local_kv_heads kv_heads"
+_SHARED = "num_key_value_groups n_rep"
+_WIDTHS = "all_head_size inner_dim split_size attn_dim q_size embed_dim"
+_KV_WIDTHS = "inner_kv_dim kv_dim kv_size"
+_HEAD_WIDTHS = "head_dim attention_head_size dim_head head_size key_value_proj_dim"
 """What modules call the numbers of heads, of key/value heads, of heads that share one, the width of
 all heads, of all key/value heads, and of one head."""
 
@@ -184,19 +182,11 @@ class _Attention:
 
     def _check_weights(self, at: str) -> None:
         names = Counter(id(x) for _, x in self.owner.named_parameters(remove_duplicate=False))
-        inside = {self._inside(name) for layer in self.layers for name in layer.names}
-        heads = number_of_heads(*self.owner.modules())
         for name, x in self.owner.named_parameters():
             if names[id(x)] > 1:
                 raise ValueError(f"{at}: {name} is shared between two of its parts.")
             if not x.is_floating_point() or hasattr(x, "device_mesh") or hasattr(x, "ds_id"):
                 raise ValueError(f"{at}: {name} is quantized or sharded; prune the whole weights.")
-            known = name in inside or _OF_HEADS.search(name)
-            if not known and heads is not None and heads > 1 and heads in x.shape:
-                raise ValueError(
-                    f"{at}: {name} {list(x.shape)} may be of each of the {heads} heads, and is "
-                    f"not known."
-                )
 
     def _inside(self, name: str) -> str:
         """Return the name of a parameter within the module."""
@@ -235,16 +225,18 @@ class _Attention:
         for layer, sizes, patterns in zip(self.layers, self.sizes, self.patterns, strict=True):
             for name, (full,) in layer.where.items():
                 if patterns[name][0] == "out.weight":
-                    weight = zeroed.get_parameter(self._inside(full))
-                    mask = torch.ones(sizes.num_heads).index_fill(
-                        0, torch.tensor([*self.remove]), 0
+                    weight, mask = (
+                        zeroed.get_parameter(self._inside(full)),
+                        torch.ones(sizes.num_heads),
                     )
+                    mask[[*self.remove]] = 0
                     weight.mul_(per_head(*patterns[name], {"out": mask}, sizes).to(weight))
         self.apply(pruned)
         weight = next(self.owner.parameters())
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, 3, self.sizes[0].embed_dim, generator=generator).to(weight)
-        for given in ((x,), (x, x, x)):
+        attempts: list[Any] = [(x,), (x, x, x)]
+        for given in attempts:
             try:
                 want = _first(zeroed.forward(*given))
             except Exception:  # it needs other arguments, which only its model knows
@@ -253,7 +245,7 @@ class _Attention:
                 got = _first(pruned.forward(*given))
             except Exception as error:
                 raise ValueError(
-                    f"{at}: with fewer heads its forward fails ({_line(error)}), as it may take "
+                    f"{at}: with fewer heads its forward fails ({error!r:.90}), as it may take "
                     f"the width of its heads from its input's; they can be ablated, not pruned."
                 ) from None
             if not torch.allclose(got, want, rtol=1e-2, atol=1e-3 * float(want.abs().max())):
@@ -275,10 +267,9 @@ class _Attention:
             _put(owner, name, tensor)
         for found, new in places:
             for module, name in found:
-                if not isinstance(module, MultiHeadAttention) or name in _HEADS + _KV_HEADS:
+                if not isinstance(module, MultiHeadAttention) or name.endswith("heads"):
                     setattr(module, name, new)
-        if not places[-1][0]:  # the config alone holds it, for all layers together
-            owner.num_heads = heads  # type: ignore[assignment]
+        owner.num_heads = heads  # type: ignore[assignment]  # its config may hold that of other layers
         if hasattr(owner, "sections"):  # headwise's layer
             rows = groups * sizes.head_dim
             owner.sections = (heads * sizes.head_dim, rows, rows)[-len(owner.sections) :]  # type: ignore
@@ -287,10 +278,10 @@ class _Attention:
         owner.pruned_heads = sorted({*before, *(first[head] for head in self.remove)})  # type: ignore
 
 
-def _numbers(owner: nn.Module, names: list[str], value: int) -> Iterator[tuple[nn.Module, str]]:
+def _numbers(owner: nn.Module, names: str, value: int) -> Iterator[tuple[nn.Module, str]]:
     """Yield the attributes of a module and its parts that have one of the names and this value."""
     for module in owner.modules():
-        for name in names:
+        for name in names.split():
             if type(vars(module).get(name)) is int and vars(module)[name] == value:
                 yield module, name
 
@@ -301,15 +292,12 @@ def _reads_config(module: nn.Module) -> bool:
         source = inspect.getsource(type(module).forward)
     except (OSError, TypeError):
         return False
-    return re.search(rf"config\.({'|'.join((*_HEADS, *_KV_HEADS))})\b", source) is not None
+    names = "|".join(f"{_HEADS} {_KV_HEADS}".split())
+    return re.search(rf"config\.({names})\b", source) is not None
 
 
 def _first(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _put(owner: nn.Module, name: str, new: Tensor) -> None:
@@ -437,7 +425,7 @@ def _config_after(model: nn.Module, chosen: list[_Attention]) -> Any:
         (_HEADS, sizes.num_heads, heads),
         (_KV_HEADS, sizes.num_kv_heads, groups),
     ):
-        for name in names:
+        for name in names.split():
             if getattr(new, name, None) == old:
                 setattr(new, name, size)
     try:

@@ -79,6 +79,9 @@ class TorchMultiHeadAttention(MultiHeadAttention):
 
     bias_k = bias_v = None
     add_zero_attn = False
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    out_proj: nn.Linear
     _qkv_same_embed_dim = False
     """PyTorch's encoder layers read it, and call modules without it instead of fusing them."""
 
@@ -146,10 +149,11 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         if tuple(x.shape[-1] for x in (query, key, value)) != widths:
             raise ValueError(self._said(f"query, key and value must have the widths {widths}"))
         mask = self._mask(query, key, key_padding_mask, attn_mask, is_causal)
-        if own and given[2] is given[0] and "in_proj_weight" in self._parameters:
-            rows = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        joined, bias = self.in_proj_weight, self.in_proj_bias
+        if own and given[2] is given[0] and joined is not None:
+            rows = F.linear(query, joined, bias).chunk(3, -1)
         else:
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
             parts = zip((query, key, value), self._weights(), biases, strict=True)
             rows = [F.linear(x, weight, bias) for x, weight, bias in parts]
         q, k, v = map(self._heads, rows)
@@ -208,7 +212,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
 
     def _weights(self) -> tuple[Tensor, ...]:
         """The weights of q, k and v."""
-        if self._parameters.get("in_proj_weight") is not None:
+        if self.in_proj_weight is not None:
             return self.in_proj_weight.chunk(3)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight  # type: ignore[return-value]
 

@@ -122,11 +122,11 @@ def conversions(
     Raises:
         ValueError: no layer, a fault of `Conversion`, or a part of names that no layer has.
     """
-    known = source if source in LAYOUTS else next(iter(LAYOUTS))
-    targets = [target] if isinstance(target, str) else list(target.values())
-    for one in targets:  # its faults come before those of the state
-        heads = None if isinstance(num_heads, Mapping) else num_heads
-        call = str(Conversion(known if source is None else source, one, heads, *options))
+    heads = None if isinstance(num_heads, Mapping) else num_heads
+    call = f"convert(source={source!r}, target={target!r})"
+    for one in [target] if isinstance(target, str) else target.values():
+        # Its faults come before those of the state.
+        call = str(Conversion("headwise" if source is None else source, one, heads, *options))
     if source is None:
         layers = detect_layers(shapes, expected)
     else:
