@@ -80,25 +80,23 @@ def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> l
         found += best
         taken |= {name for layer in best for name in layer.names}
     chosen = {layer.layout.name for layer in found}
-    faults = [
-        str(layer).removeprefix(": ")
-        for layout, groups in kinds.items()
-        for group in groups.values()
-        for name, layer in group.items()
-        if isinstance(layer, ValueError)
-        if name not in taken and (layout in chosen or not found or "has an adapter" in str(layer))
-    ]
+    near: list[str] = []  # of kinds of layers of which others fit
+    faults: list[str] = []
+    for layout, groups in kinds.items():
+        for group in groups.values():
+            some = any(isinstance(layer, LayerTensors) for layer in group.values())
+            for name, layer in group.items():
+                if isinstance(layer, LayerTensors) or name in taken:
+                    continue
+                fault = str(layer).removeprefix(": ")
+                if some:
+                    near.append(fault)
+                elif layout in chosen or not found or "has an adapter" in fault:
+                    faults.append(fault)
     # An unexpected name is closer to a match than a missing name.
-    for sign in (
-        "norms of q and k",
-        "has an adapter",
-        "no place for",
-        "do not fit together",
-        "misses",
-    ):
-        for fault in faults:
-            if sign in fault:
-                raise ValueError(f"detect_layout(…): no known layout fits; nearest: {fault}")
+    signs = "norms of q and k", "has an adapter", "no place for", "do not fit together", "misses"
+    for fault in (one for some in (near, faults) for sign in signs for one in some if sign in one):
+        raise ValueError(f"detect_layout(…): no known layout fits; nearest: {fault}")
     if not found:
         raise ValueError(
             f"detect_layout(…): none of the known layouts has the names {_some(shapes)}; "
