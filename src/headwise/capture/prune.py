@@ -87,16 +87,16 @@ def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
     (True, torch.Size([48, 24]))
     """
     check_model("prune_", model)
-    said = f"prune_({type(model).__name__}, {reprlib.repr(heads)})"
-    asked = heads_by_layer(model, heads, said)
-    found = _attention_of(model, said)
-    chosen = _chosen(model, found, asked, said)
+    call = f"prune_({type(model).__name__}, {reprlib.repr(heads)})"
+    asked = heads_by_layer(model, heads, call)
+    found = _attention_of(model, call)
+    chosen = _chosen(model, found, asked, call)
     for one in chosen:
-        one.choose(said)
-    _check_together(found, chosen, said)
+        one.choose(call)
+    _check_together(found, chosen, call)
     config = _config_after(model, chosen)
     for one in chosen:
-        one.check(config is not None, said)
+        one.check(config is not None, call)
     if any(isinstance(one.owner, nn.MultiheadAttention) for one in chosen):
         replace_attention_(model)
     modules = _modules(model)
@@ -130,13 +130,13 @@ class _Attention:
         """The place without numbers."""
         return re.sub(r"\d+", "#", self.place)
 
-    def choose(self, said: str) -> None:
+    def choose(self, call: str) -> None:
         """Measure the layer and check that it can be pruned.
 
         Raises:
             ValueError: it cannot.
         """
-        at = f"{said}: in {self.name!r} ({type(self.owner).__name__})"
+        at = f"{call}: in {self.name!r} ({type(self.owner).__name__})"
         self._check_weights(at)
         state = dict(self.owner.named_parameters())
         count = number_of_heads(*self.owner.modules())
@@ -206,13 +206,13 @@ class _Attention:
         ours = [name for name in state if _OF_HEADS.search(name)]
         return new | {name: state[name][..., self.kept].clone() for name in ours}
 
-    def check(self, config_says: bool, said: str) -> None:
+    def check(self, config_says: bool, call: str) -> None:
         """Compare the pruned module with one whose heads give 0, if it can be called by itself.
 
         Raises:
             ValueError: it fails, or gives something else.
         """
-        at = f"{said}: in {self.name!r} ({type(self.owner).__name__})"
+        at = f"{call}: in {self.name!r} ({type(self.owner).__name__})"
         if not config_says and _reads_config(self.owner):
             raise ValueError(
                 f"{at}: it reads the number of its heads from the config, which holds for all "
@@ -321,7 +321,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return {as_written(name): module for name, module in model.named_modules()}
 
 
-def _attention_of(model: nn.Module, said: str) -> list[_Attention]:
+def _attention_of(model: nn.Module, call: str) -> list[_Attention]:
     """Return every attention module of a known layout, in the order of the model's parts.
 
     Raises:
@@ -336,7 +336,7 @@ def _attention_of(model: nn.Module, said: str) -> list[_Attention]:
     try:
         layers = detect_layers(shapes, "gpt_bigcode" if grouped else "nanogpt")
     except ValueError as error:
-        raise ValueError(f"{said}: {str(error).removeprefix('detect_layout(…): ')}") from None
+        raise ValueError(f"{call}: {str(error).removeprefix('detect_layout(…): ')}") from None
     modules, names = _modules(model), attending(model)
     found: dict[str, _Attention] = {}
     for layer in layers:
@@ -351,12 +351,12 @@ def _attention_of(model: nn.Module, said: str) -> list[_Attention]:
 
 
 def _chosen(
-    model: nn.Module, found: list[_Attention], asked: Mapping[Layer, tuple[int, ...]], said: str
+    model: nn.Module, found: list[_Attention], asked: Mapping[Layer, tuple[int, ...]], call: str
 ) -> list[_Attention]:
     """Return the modules whose heads are given, with these heads."""
     for layer, heads in asked.items():
         if isinstance(layer, int):
-            _check_numbers(model, found, layer, said)
+            _check_numbers(model, found, layer, call)
         meant = [
             one
             for number, one in enumerate(found)
@@ -369,7 +369,7 @@ def _chosen(
         if not meant:
             names = ", ".join(repr(one.name) for one in found[:6])
             raise ValueError(
-                f"{said}: no attention of a known layout is {layer!r}; there are {len(found)}: "
+                f"{call}: no attention of a known layout is {layer!r}; there are {len(found)}: "
                 f"{names}."
             )
         for one in meant:
@@ -377,7 +377,7 @@ def _chosen(
     return [one for one in found if one.remove]
 
 
-def _check_numbers(model: nn.Module, found: list[_Attention], layer: int, said: str) -> None:
+def _check_numbers(model: nn.Module, found: list[_Attention], layer: int, call: str) -> None:
     """Raise ValueError if the order of the first calls of a model's layers is not known."""
     config = getattr(model, "config", None)
     unknown = set(attending(model)) - {one.name for one in found} - {one.place for one in found}
@@ -385,18 +385,18 @@ def _check_numbers(model: nn.Module, found: list[_Attention], layer: int, said: 
     if unknown or (several and not getattr(config, "is_encoder_decoder", False)):
         why = f"{min(unknown)!r} has no known layout" if unknown else "it has several stacks"
         raise ValueError(
-            f"{said}: layers are numbered by their first calls, which are not known for this "
+            f"{call}: layers are numbered by their first calls, which are not known for this "
             f"model ({why}); give names of modules instead of {layer}."
         )
 
 
-def _check_together(found: list[_Attention], chosen: list[_Attention], said: str) -> None:
+def _check_together(found: list[_Attention], chosen: list[_Attention], call: str) -> None:
     """Raise ValueError for heads whose position biases come from elsewhere."""
     for one in chosen:
         config, kind = getattr(one.owner, "config", None), type(one.owner).__name__
         if getattr(config, "alibi", False) or kind.startswith(("Bloom", "Mpt")):
             raise ValueError(
-                f"{said}: {one.name!r} takes ALiBi biases of each head, which the model makes for "
+                f"{call}: {one.name!r} takes ALiBi biases of each head, which the model makes for "
                 f"all layers together; its heads can be ablated, not pruned."
             )
         if one.layers[0].layout.name != "t5":
@@ -404,7 +404,7 @@ def _check_together(found: list[_Attention], chosen: list[_Attention], said: str
         others = [other for other in found if other.kind == one.kind]
         if any(other.remove != one.remove for other in others):
             raise ValueError(
-                f"{said}: the layers of {one.kind!r} share the position biases of the first, one a "
+                f"{call}: the layers of {one.kind!r} share the position biases of the first, one a "
                 f"head; remove the same heads of all {len(others)} layers."
             )
 

@@ -140,14 +140,16 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         batched, own = query.dim() == 3, key is query
         given = query, key, value
         if any(x.dim() != query.dim() or x.dim() not in (2, 3) for x in given):
-            raise ValueError(self._said(f"{[list(x.shape) for x in given]} must all be 2-D or 3-D"))
+            raise ValueError(
+                self._fault(f"{[list(x.shape) for x in given]} must all be 2-D or 3-D")
+            )
         if not batched:
             query, key, value = (x[None] for x in given)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in given)
         widths = self.embed_dim, self.kdim, self.vdim
         if tuple(x.shape[-1] for x in (query, key, value)) != widths:
-            raise ValueError(self._said(f"query, key and value must have the widths {widths}"))
+            raise ValueError(self._fault(f"query, key and value must have the widths {widths}"))
         mask = self._mask(query, key, key_padding_mask, attn_mask, is_causal)
         joined, bias = self.in_proj_weight, self.in_proj_bias
         if own and given[2] is given[0] and joined is not None:
@@ -179,12 +181,12 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         (batch, queries), keys = query.shape[:2], key.shape[1]
         mask = as_mask(None)
         if attn_mask is None and is_causal:
-            raise ValueError(self._said("is_causal is a hint about attn_mask; give that too"))
+            raise ValueError(self._fault("is_causal is a hint about attn_mask; give that too"))
         if attn_mask is not None:
             shape = tuple(attn_mask.shape)
             if shape not in ((queries, keys), (batch * self.num_heads, queries, keys)):
                 raise ValueError(
-                    self._said(
+                    self._fault(
                         f"attn_mask {list(shape)} must be {[queries, keys]} or "
                         f"{[batch * self.num_heads, queries, keys]}"
                     )
@@ -195,7 +197,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         if padding is not None:
             if tuple(padding.shape) not in ((batch, keys), (keys,)):
                 raise ValueError(
-                    self._said(f"key_padding_mask {list(padding.shape)} must be {[batch, keys]}")
+                    self._fault(f"key_padding_mask {list(padding.shape)} must be {[batch, keys]}")
                 )
             mask &= self._shown(padding.view(batch, 1, 1, keys))
         return mask
@@ -204,10 +206,10 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         if hidden.dtype == torch.bool:
             return Dense(~hidden)
         if not hidden.is_floating_point():
-            raise ValueError(self._said(f"a mask is {hidden.dtype}; give bool or float"))
+            raise ValueError(self._fault(f"a mask is {hidden.dtype}; give bool or float"))
         return Bias(hidden)
 
-    def _said(self, fault: str) -> str:
+    def _fault(self, fault: str) -> str:
         return f"{type(self).__name__}({self.extra_repr()}): {fault}"
 
     def _weights(self) -> tuple[Tensor, ...]:
