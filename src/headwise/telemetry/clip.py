@@ -73,8 +73,8 @@ def qk_clip_(
         Modules that share weights are scaled once, by the smallest γ of each head. Ranks with
         copies of a model must all clip by the maxima over all ranks, or the copies diverge.
 
-    Under LoRA and DoRA (peft), base weights and adapters are scaled alike, so that the base has to be
-    saved as well, or merged. In joint attention of two streams (SD3), both are scaled.
+    Under LoRA and DoRA (peft), base weights and adapters are scaled alike, so that the base has to
+    be saved as well, or merged. In joint attention of two streams (SD3), both are scaled.
 
     For multi-head latent attention (as named in transformers), `"query"` scales the rows of the
     head in `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on
