@@ -104,7 +104,7 @@ def test_the_public_names_are_these() -> None:
     layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"
     functions = """ablate ablation_scan accelerate attend attention_of check circuits convert
         detect_layout explain head_outputs importance look observe prune_ qk_clip_ register
-        replace_attention_ timeline watch"""
+        replace_attention_ timeline trace watch"""
     others = "__version__ integrations parallel"
     names = " ".join((statistics, masks, layers, functions, others)).split()
     assert sorted(dir(hw)) == sorted(names)

@@ -56,6 +56,7 @@ if _TYPE_CHECKING:
     from .layers.torch_attention import replace_attention_
     from .report.look import look
     from .report.page.timeline import timeline
+    from .report.trace import trace
     from .research.circuits import circuits
     from .telemetry import History, Monitor
     from .telemetry.clip import qk_clip_
@@ -125,6 +126,7 @@ __all__ = [
     "register",
     "replace_attention_",
     "timeline",
+    "trace",
     "watch",
 ]
 
@@ -138,6 +140,7 @@ _LAZY_NAMES = {
     "layers.torch_attention": "replace_attention_",
     "report.look": "look",
     "report.page.timeline": "timeline",
+    "report.trace": "trace",
     "research.circuits": "circuits",
     "telemetry": "History Monitor",
     "telemetry.clip": "qk_clip_",

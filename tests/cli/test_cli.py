@@ -49,6 +49,26 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return err
 
 
+def test_a_trace_is_printed_and_written(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "The with statement wraps the"
+    prompt, document = tmp_path / "question.txt", tmp_path / "with.txt"
+    prompt.write_text(words)
+    document.write_text("The with statement wraps a block.")
+    page = tmp_path / "page.html"
+    given = ["trace", "--prompt", str(prompt), "--document", str(document), "--tokens", "5"]
+    assert main([*given, "--json", "--out", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["segments"]) == 5
+    assert all(row["with.txt"] > 0 for row in found["segments"])
+    assert page.stat().st_size < 100_000
+    assert main([*given, "--out", str(page)]) == 0
+    assert f"generated        {found['text']}" in capsys.readouterr().out
+    assert "no such file" in refused(capsys, "trace", "--prompt", tmp_path / "none.txt").lower()
+    assert "same name" in refused(capsys, *given, "--document", document)
+
+
 def test_help_shows_an_example_and_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())

@@ -203,8 +203,11 @@ def test_generate_of_a_model_that_sees_images() -> None:
     inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8)}
     parts = {"image": (2, 6), "question": (6, 12)}
     steps(model, inputs, parts)
-    chosen = ids[0] == image
-    assert hw.Segments({"image": chosen}).chosen(12, ids.device).sum() == 4
+    chosen = hw.Segments.of_tokens(ids, model)
+    assert chosen.names == ("image",)
+    assert chosen.chosen(12, ids.device)[0, :, 0].tolist() == (ids[0] == image).tolist()
+    with pytest.raises(ValueError, match="no such id"):
+        hw.Segments.of_tokens(ids, {"image": 2})
 
 
 def test_generate_of_qwen2_vl() -> None:
@@ -228,3 +231,4 @@ def test_generate_of_qwen2_vl() -> None:
         "mm_token_type_ids": (ids == 39).long(),
     }
     steps(model, inputs, {"image": (3, 7), "question": (8, 12)})
+    assert hw.Segments.of_tokens(ids[0], model.config).names == ("image",)  # and no video

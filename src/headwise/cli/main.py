@@ -1,5 +1,5 @@
-"""The command line: `headwise look`, `timeline`, `check`, `convert`, `ladder`, `train` and
-`generate`.
+"""The command line: `headwise look`, `trace`, `timeline`, `check`, `convert`, `ladder`, `train`
+and `generate`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -21,6 +21,7 @@ from .ladder import ladder
 from .look import look
 from .terminal import STOPPED, ignore_broken_pipe
 from .timeline import timeline
+from .trace import trace
 from .train import train
 
 app = typer.Typer(
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (look, ladder, train, generate, timeline, convert):
+for command in (look, trace, ladder, train, generate, timeline, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(check)
 

@@ -1,5 +1,6 @@
 """Look at a model on a text: a report on every head, and labels of heads."""
 
+from .faithful import faithfulness, fit_weights
 from .head_labels import (
     NO_LABEL,
     NOT_EVALUATED,
@@ -15,6 +16,7 @@ from .head_labels import (
 from .look import look
 from .sample import LookError
 from .tokens import token_texts
+from .traced import Trace
 
 __all__ = [
     "NOT_EVALUATED",
@@ -24,6 +26,9 @@ __all__ = [
     "Label",
     "LabelRule",
     "LookError",
+    "Trace",
+    "faithfulness",
+    "fit_weights",
     "is_delimiter",
     "label_head",
     "look",

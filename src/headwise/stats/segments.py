@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..core.index import take
@@ -64,6 +65,43 @@ class Segments(Statistic):
         self.segments = {name: _positions(name, given) for name, given in segments.items()}
         self.first_key, self.positions = first_key, positions
         self.needs = dict.fromkeys(self.segments, _OnSegments(self))
+
+    @classmethod
+    def of_tokens(cls, input_ids: Int[Tensor, "*B S"], tokens: Any) -> Segments:
+        """Return the segments of tokens that stand for images, videos or audio, by their ids.
+
+        Args:
+            input_ids: what the model is called with: `[S]` or `[B, S]`, as a processor gives it,
+                with one token for each part of an image.
+            tokens: the id of each kind, such as `{"image": 151655}`; or a model of transformers or
+                its config, which has them as `image_token_id` (or `image_token_index`),
+                `video_token_id` and `audio_token_id`. Kinds that do not occur are left out.
+
+        Raises:
+            ValueError: no such id occurs.
+
+        >>> import headwise as hw
+        >>> ids = torch.tensor([[5, 39, 39, 39, 7]])
+        >>> hw.Segments.of_tokens(ids, {"image": 39, "audio": 38}).names
+        ('image',)
+        """
+        if not isinstance(tokens, Mapping):
+            config = getattr(tokens, "config", tokens)
+            tokens = {
+                kind: value
+                for kind in ("image", "video", "audio")
+                for name in ("id", "index")
+                if isinstance(value := getattr(config, f"{kind}_token_{name}", None), int)
+            }
+        found = {
+            name: mask for name, one in tokens.items() if bool((mask := input_ids == one).any())
+        }
+        if not found:
+            raise ValueError(
+                f"Segments.of_tokens(…, {tokens}): no such id occurs in input_ids "
+                f"{list(input_ids.shape)}; give ids as the processor gives them."
+            )
+        return cls(found)
 
     def __repr__(self) -> str:
         return f"Segments({self.segments})"

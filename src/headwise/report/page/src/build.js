@@ -22,7 +22,7 @@ async function template(page) {
   return html.replace(/@@(style|script)@@/g, (_, name) => parts[name]);
 }
 
-for (const page of ["report", "timeline"]) {
+for (const page of ["report", "timeline", "trace"]) {
   const [place, made] = [`${HERE}../${page}.html`, await template(page)];
   if (!process.argv.includes("--check")) await writeFile(place, made);
   else if (await readFile(place, "utf8").catch(() => "") !== made) {

@@ -113,6 +113,15 @@ interface Run {
   scalars: Record<string, [steps: number[], values: (number | null)[]]>;
 }
 
+// --- the trace ---------------------------------------------------------------------------------
+
+interface Trace {
+  tokens: string[]; generated: string[]; sinks: number[]; sunk: number; weighted: boolean;
+  heads: [name: string, module: string, copying: number | null][]; retrieval: number[];
+  total: Record<string, any>; by_token: any; by_head: any; by_both: any; tables?: Record<string, (row: number) => number[][]>;
+  segments: { names: string[]; all: number[][]; retrieval: number[][] }; made: [name: string, value: string][];
+}
+
 // --- the document ------------------------------------------------------------------------------
 
 // What a selector finds here is known from the page's own HTML.

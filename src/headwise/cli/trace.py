@@ -1,0 +1,111 @@
+"""`headwise trace`: a prompt, shaded by what the model's answer attended to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .._text import escaped
+from ..models import corpus, gpt
+from ..report.codec import finite
+from ..report.folders import folder_of, load_folder
+from ..report.page import check_out
+from ..report.tokens import LookError
+from ..report.trace import trace as trace_of
+from .look import DTYPES, _device
+from .terminal import Quiet, bar
+
+PAGE = Path("headwise-trace.html")
+PLACES = 8
+"""Tokens of the prompt that are printed, those with the most attention first."""
+
+
+def trace(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FOLDER|NAME]",
+            help="A Hugging Face folder of a causal model, or a model's name in its local cache; "
+            "none: the built-in model.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(metavar="FILE|-", help="The prompt: a UTF-8 file, or - for a pipe.")
+    ] = "-",
+    document: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A text before the prompt, and a segment; may be given again."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
+    sinks: Annotated[int, typer.Option(min=0, help="Tokens at the start that are sinks.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(help=f"The page to write. [default: {PAGE}; none with --json]"),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print text, heads, segments and tokens as one object.")
+    ] = False,
+) -> int:
+    """Generate an answer, and see what each of its tokens attended to in the prompt.
+
+    Writes one page that needs no network. Heads that copy from the prompt are named (retrieval
+    heads); documents are segments.
+
+    Example: `headwise trace my-llama --document report.txt --prompt question.txt`
+    """
+    out = PAGE if out is None and not as_json else out
+    if out is not None:
+        check_out(out)  # before the slow part
+    if dtype not in DTYPES:
+        raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    place = _device(device)
+    folder = gpt.builtin() if model is None else folder_of(model)
+    documents = {path.name: corpus.read_text(str(path)) for path in document or ()}
+    if len(documents) < len(document or ()):
+        raise LookError("--document: two files have the same name; give each a name of its own")
+    text = "\n\n".join([*documents.values(), corpus.read_text(prompt)])
+    with bar("tracing", drawn=not quiet):
+        network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=place)
+        options: dict[str, Any] = {} if isinstance(network, gpt.GPT) else {"do_sample": False}
+        traced = trace_of(
+            network,
+            tokenizer,
+            text,
+            max_new_tokens=tokens,
+            segments=documents or None,
+            sinks=sinks,
+            **options,
+        )
+    if out is not None:
+        traced.save_html(out)
+    found = {
+        "text": "".join(traced.generated),
+        "retrieval": traced.retrieval,
+        "segments": traced.segments,
+        "strongest": traced.strongest(k=PLACES),
+    }
+    if as_json:
+        print(json.dumps(finite(found), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        heads = [
+            f"L{row['layer']}H{row['head']} {row['copying']:.0%}" for row in found["retrieval"]
+        ]
+        places = [f"{escaped(row['token'])!r} ({row['key']})" for row in found["strongest"]]
+        print(f"generated        {escaped(found['text'])}")
+        print(f"retrieval heads  {', '.join(heads) or 'none'}")
+        print(f"strongest tokens {', '.join(places)}")
+        for name in documents:
+            mean = sum(row[name] for row in traced.segments) / len(traced.ids)
+            print(f"{escaped(name):16} {mean:.1%} of the attention")
+    if out is not None:
+        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
+    return 0
