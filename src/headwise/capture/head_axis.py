@@ -30,12 +30,14 @@ class Leading:
         order: their numbers, those of batch rows first, then those of heads.
         heads: how many there are.
         sure: the number of heads is known; else it is what such axes mostly are.
+        told: somebody has said which axis is heads, so that the others are batch rows.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     heads: int
     sure: bool
+    told: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,7 +64,7 @@ class Leading:
             count += 1
             heads = prod(self.sizes[axis] for axis in self.order[-count:])
         now = prod(sizes[axis] for axis in self.order[len(sizes) - count :])
-        return Leading(sizes, self.order, now, self.sure)
+        return Leading(sizes, self.order, now, self.sure, self.told)
 
     def split(self, x: Tensor) -> Tensor:
         """`[…, N, D]` as `[B, H, N, D]`."""
@@ -130,9 +132,11 @@ def _as_told(shape: torch.Size, told: int) -> Leading:
         axes = [axis for axis in range(len(sizes)) if axis - len(shape) == told]
     if axes:
         order = (*(axis for axis in range(len(sizes)) if axis != axes[-1]), axes[-1])
-        return Leading(sizes, order, sizes[axes[-1]], sure=True)
-    if told > 0 and len(sizes) == 1 and sizes[0] % told == 0:
-        return Leading((sizes[0] // told, told), (0, 1), told, sure=True)
+        return Leading(sizes, order, sizes[axes[-1]], sure=True, told=len(axes) == 1)
+    if told > 0 and sizes and sizes[0] % told == 0:  # batch and heads in the first axis
+        order = (0, *range(2, len(sizes) + 1), 1)
+        split = (sizes[0] // told, told, *sizes[1:])
+        return Leading(split, order, told, sure=True, told=len(sizes) > 1)
     what = f"no axis {told} before its last two" if told < 0 else f"no axis of {told} heads"
     raise ValueError(f"heads={told}: an attention that gives {list(shape)} has {what}")
 

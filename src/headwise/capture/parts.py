@@ -30,6 +30,8 @@ class Waiting:
         shape: that of the product itself.
         keys: how many keys count.
         sure: the number of heads is known; else it is what axes mostly are.
+        told: somebody has said which axis is heads: others are batch rows, also windows that
+            overlap or are padded.
         by_hand: a product, which may be of a share of the keys; a function's call is not.
         queries_first: the product itself has its queries before its batch rows.
         sliced: outputs of some of its queries were read or returned side by side, as those of one
@@ -42,6 +44,7 @@ class Waiting:
     shape: torch.Size
     keys: int
     sure: bool = True
+    told: bool = False
     by_hand: bool = False
     queries_first: bool = False
     then: list[Callable[[int], None]] = field(default_factory=list)
@@ -149,7 +152,7 @@ def _place(axes: Sequence[int], w: Waiting) -> str:
     """How positions along these axes are the call's; empty if they are not."""
     if prod(axes) != w.seen:
         return ""
-    if len(axes) == 1 or w.rows in accumulate(axes[:-1], mul, initial=1):
+    if w.told or len(axes) == 1 or w.rows in accumulate(axes[:-1], mul, initial=1):
         return "rows first"
     return "queries first" if tuple(axes) == (w.queries, w.rows) else ""
 
@@ -183,7 +186,9 @@ def at_end(
     whole = [
         w
         for w in rest
-        if w.sliced or _of_streams(w, streams) or any(_place(axes, w) for axes in _axes(x))
+        if w.sliced
+        or _of_streams(w, streams)
+        or any(_place(axes, w) or (w.told and prod(axes) < w.seen) for axes in _axes(x))
     ]
     rest = [w for w in rest if w not in whole]
     found += _of_shares(whole, lost)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
-"""What modules and their configurations call the number of their heads."""
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "no_heads")
+"""What modules and their configurations call the number of their heads; attention also `h`."""
 
 
 def rank_of_all() -> int:
@@ -22,8 +22,9 @@ def rank_of_all() -> int:
 def number_of_heads(*modules: nn.Module) -> int | None:
     """Return the number of query heads on all ranks, from the first module that has it."""
     for module in modules:
+        own = ("h",) if "att" in type(module).__name__.lower() else ()  # else mostly a height
         for owner in (module, getattr(module, "config", None)):
-            for heads in (getattr(owner, name, None) for name in ("all_heads", *_HEADS)):
+            for heads in (getattr(owner, name, None) for name in ("all_heads", *_HEADS, *own)):
                 if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
                     return heads
     return None

@@ -293,7 +293,8 @@ class _Replay:
         else:
             keys = _like(asked["tensors"][1]).shape[-2]
             site.axes = axes
-            site.whole = Waiting(name, said, axes.split(given), given.shape, keys, axes.sure)
+            known = axes.sure, axes.told
+            site.whole = Waiting(name, said, axes.split(given), given.shape, keys, *known)
             forward.waiting.append(site.whole)
             forward.told = True
         self.calls.append(_Found(node, out, site, weight, **asked))

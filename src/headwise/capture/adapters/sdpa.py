@@ -57,7 +57,8 @@ def scaled_dot_product_attention(
     waiting = None
     if composite() is None:
         made = axes.split(out)
-        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure)
+        known = axes.sure, axes.told
+        waiting = Waiting(call.name, said, made, out.shape, call.keys, *known)
     new = net.tell(call, waiting)
     if instead is not None:
         out = instead.as_asked(call.out)
@@ -195,9 +196,10 @@ def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> Atte
         q, k, v = (_four(x, lead) for x in (q, k, v))
         given = _table(given, lead)
     else:
-        q, k, v = (axes.split(_wide(x, axes, asked["enable_gqa"])) for x in (q, k, v))
+        lead = out.shape[:-2]
+        q, k, v = (axes.split(_wide(x, lead, asked["enable_gqa"])) for x in (q, k, v))
         if given is not None and given.dim() > 2:
-            given = axes.split(given.expand(*axes.sizes, *given.shape[-2:]))
+            given = axes.split(given.expand(*lead, *given.shape[-2:]))
     made = axes.split(out)
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
@@ -207,11 +209,11 @@ def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> Atte
     return AttentionCall(net.names.current, _NAME, q, k, v, made, sight, weight, behind=behind)
 
 
-def _wide(x: Tensor, axes: Leading, groups: bool) -> Tensor:
+def _wide(x: Tensor, lead: torch.Size, groups: bool) -> Tensor:
     """`[…, N, D]` with all axes of the outputs; with groups, a key for each head of the last."""
     if groups and x.dim() > 2:
-        x = x.repeat_interleave(axes.sizes[-1] // x.shape[-3], -3)
-    return x.expand(*axes.sizes, *x.shape[-2:])
+        x = x.repeat_interleave(lead[-1] // x.shape[-3], -3)
+    return x.expand(*lead, *x.shape[-2:])
 
 
 def _four(x: Tensor, lead: torch.Size) -> Tensor:

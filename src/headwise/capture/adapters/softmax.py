@@ -356,7 +356,7 @@ def _tell(
     call.name = name
     waiting = None
     if composite() is None:
-        made_of = (name, said, made, out.shape, call.keys, axes.sure)
+        made_of = (name, said, made, out.shape, call.keys, axes.sure, axes.told)
         waiting = Waiting(*made_of, by_hand=True, queries_first=queries_first)
     new = net.tell(call, waiting, running[-1])
     return None if new is None else axes.join(new, out.shape)
