@@ -101,13 +101,18 @@ def test_the_monitor_refuses_a_traced_part_by_its_own_name() -> None:
         hw.Monitor(model)
 
 
-def test_another_thread_is_refused_by_the_function_that_watches() -> None:
-    model, _ = made()
-    said = r"enter headwise\.ablate\(\) in the thread that calls"
+def test_another_thread_is_refused_for_a_compiled_model() -> None:
+    said = r"watched in its own thread; enter headwise\.ablate\(\) in the thread that calls"
+    plain, model = made()[0], in_part()
     with ThreadPoolExecutor(1) as thread, hw.ablate(model, {LAYERS[0]: [0]}):
         with pytest.raises(RuntimeError, match=said):
             thread.submit(model, batch(0)).result()
         model(batch(0))
+    with hw.ablate(plain, {LAYERS[0]: [0]}):
+        ablated = plain(batch(0))
+    with ThreadPoolExecutor(1) as thread, hw.ablate(plain, {LAYERS[0]: [0]}):
+        assert torch.equal(thread.submit(plain, batch(0)).result(), ablated)
+    assert not torch.equal(plain(batch(0)), ablated)
 
 
 @pytest.mark.parametrize("build", [whole, in_part])

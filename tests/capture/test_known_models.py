@@ -139,7 +139,7 @@ def test_modules_that_attend_otherwise_keep_a_model_unknown() -> None:
 
 
 @torch.no_grad()
-def test_another_thread_is_refused_and_a_part_is_heard() -> None:
+def test_another_thread_and_a_part_are_heard() -> None:
     model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
     for _ in range(2):
         found: list[BaseException] = []
@@ -155,8 +155,8 @@ def test_another_thread_is_refused_and_a_part_is_heard() -> None:
             thread.start()
             thread.join()
             model(**inputs)
-        assert "another thread" in str(found[0])
-        assert len(seen[seen.modules[0]].calls) == 1
+        assert found == []
+        assert len(seen[seen.modules[0]].calls) == 2
     with hw.watch(model) as seen:
         pass
     with pytest.raises(ValueError, match="the model was not called"):

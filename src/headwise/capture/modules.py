@@ -82,8 +82,9 @@ class Names:
     Global hooks do it, so that nothing is attached to the model: hooks of a module's own would
     switch off PyTorch's fused encoder layers and travel with copies. `begin` is called whenever
     the outermost module starts, `end` with every forward that has ended and what it gave;
-    `watching` says of another thread whether it works for this one; if not, `elsewhere` is called
-    when the model starts in it.
+    `watching` says of another thread whether it works for this one. If not, a model that `moves`
+    is followed there as long as no call is under way in this one; else `elsewhere` is called when
+    the model starts there.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Names:
         watching: Callable[[], bool],
         elsewhere: Callable[[nn.Module], None],
         names: dict[int, str] | None,
+        moves: bool = False,
     ) -> None:
         self.model = model
         self.stack: list[Forward] = []
@@ -102,7 +104,8 @@ class Names:
         self._begin, self._end, self._watching = begin, end, watching
         self._in_other_thread = elsewhere
         self.names = names or names_of(model)
-        self._threads = {threading.get_ident()}
+        self._home, self.moves = threading.get_ident(), moves
+        self._threads, self._busy, self._lock = {self._home}, False, threading.Lock()
         self._mark, self._task = object(), _task()
         self._elsewhere = False
 
@@ -115,6 +118,11 @@ class Names:
     def here(self) -> bool:
         """Return True in a thread that watches."""
         return threading.get_ident() in self._threads
+
+    @property
+    def away(self) -> bool:
+        """Return True in another thread than the one that began to follow."""
+        return threading.get_ident() != self._home
 
     @property
     def current(self) -> str:
@@ -169,6 +177,7 @@ class Names:
             before.remove()
             after.remove()
             self.stack.clear()
+            self._busy = False
 
     def hears(self, module: nn.Module) -> bool:
         """Return True if a module is the model's, and this thread and task watch it."""
@@ -203,7 +212,7 @@ class Names:
                 self._in_other_thread(module)
             return
         if self._of_another_task():
-            self._elsewhere = True
+            self._elsewhere, self._busy = True, bool(self.stack)
             return
         if not self.stack:
             self.calls += 1
@@ -215,13 +224,21 @@ class Names:
         here = self.stack and threading.get_ident() in self._threads
         if here and self.stack[-1].module is module:
             self._end(self.stack.pop(), output)
+            self._busy = bool(self.stack)
 
     def _here(self) -> bool:
-        """Return True for a watched thread."""
+        """Return True for a watched thread, to which a model that calls none other may move."""
         here = threading.get_ident()
-        if here not in self._threads and self._watching():
-            self._threads.add(here)
-        return here in self._threads
+        if self.stack and here in self._threads:
+            return True
+        with self._lock:
+            if here not in self._threads and self._watching():
+                self._threads.add(here)
+            elif here not in self._threads and self.moves and not self._busy:
+                self._threads = {here}
+            mine = here in self._threads
+            self._busy |= mine
+        return mine
 
     def _of_another_task(self) -> bool:
         """Return True for an asyncio task that neither watches nor was started by one that does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -71,8 +71,10 @@ class Net:
         known: dict[int, str] | None = None,
     ) -> None:
         self.function, self.in_full = function, known is None
-        elsewhere = elsewhere or self._refuse_thread
-        self.names = Names(model, self._begin, self._end, self._watching, elsewhere, known)
+        moves, elsewhere = elsewhere is None, elsewhere or self._refuse_thread
+        followed = (self._begin, self._end, self._watching, elsewhere, known, moves)
+        self.names = Names(model, *followed)
+        self._away = ExitStack()
         self.begin = begin
         self.listener = listener
         self.roads, self.always = roads, always
@@ -98,13 +100,18 @@ class Net:
 
     def _refuse_thread(self, model: nn.Module) -> None:
         """Raise RuntimeError: the model starts in a thread that is not watched."""
+        why = "compiled code is watched in its own thread"
+        if self.names.moves:
+            why = "another thread is calling it, and calls are seen one at a time"
         raise RuntimeError(
             f"{type(model).__name__}(…): this model is watched in another thread than the one that "
-            f"calls it; enter headwise.{self.function}() in the thread that calls."
+            f"calls it: {why}; enter headwise.{self.function}() in the thread that calls."
         )
 
     def _begin(self) -> None:
         """The model is called anew."""
+        if self.in_full and self.functions not in modes():  # in another thread
+            self._away.enter_context(self.functions.on())
         self.masks.clear()
         self.contexts.clear()
         self.unfollowed.clear()
@@ -133,6 +140,7 @@ class Net:
             self._name_unseen(forward, outer)
         if outer is None:
             self.attended.add((id(forward.module), frozenset(self.noticed)))
+            self._away.close()
 
     def _name_unseen(self, forward: Forward, outer: Forward | None) -> None:
         """Leave out what seems to attend in a module and was not seen.

@@ -89,7 +89,7 @@ def _capture_parts(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
         net.in_full = True
         _follow(net, stack)
 
-    net.in_full = False
+    net.in_full = net.names.moves = False
     inner.enter_context(net.names.marked())
     inner.enter_context(COMPILER.heard_by(net))
     inner.enter_context(Listening(net, failed).on())
@@ -147,7 +147,9 @@ def _follow(net: Net, stack: ExitStack) -> None:
     model, net.always = net.names.model, ALWAYS
     net.roads = ALWAYS | {F.linear: _projection} | fused_attention() | composite_functions()
     net.roads |= steps_by_hand() | varlen_attention()
-    stack.enter_context(run_as_written(model))
+    written = run_as_written(model)
+    net.names.moves &= written is not AS_WRITTEN
+    stack.enter_context(written)
     refuse_compiled(net.function, model)
     stack.enter_context(net.names.following())
     stack.enter_context(own_calls(net))
@@ -156,7 +158,8 @@ def _follow(net: Net, stack: ExitStack) -> None:
     if net.capture is None and compiler() is not None:
         stack.enter_context(COMPILER.heard_by(net))
     stack.enter_context(UNNOTICED.heard_by(net))
-    stack.enter_context(net.functions.on())
+    if not net.names.away:  # else the mode is on while the model runs there
+        stack.enter_context(net.functions.on())
 
 
 def _projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

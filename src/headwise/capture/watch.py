@@ -43,8 +43,8 @@ def watch(
     transformer layers (the fused ones of evaluation too), `flex_attention`, `varlen_attn`, models
     of transformers under any `attn_implementation`, headwise's own layer, `attend` and `observe`
     in any module, and a softmax over the last axis that values are multiplied with. Only the
-    statistics are kept. On exit, also after an exception, everything is as it was. Calls in the
-    thread that watches are seen. Models that `torch.compile` has compiled stay compiled: calls of
+    statistics are kept. On exit, also after an exception, everything is as it was. Calls are seen
+    in any thread, one at a time: those of `generate` in a streamer's thread, too. Models that `torch.compile` has compiled stay compiled: calls of
     `F.scaled_dot_product_attention` and of headwise are captured in their graphs. Graphs that
     attend in other ways run as they are written.
 
@@ -81,7 +81,8 @@ def watch(
             `gradients`; while the model runs, statistics that do not fit a call, with the name of
             the module, or a transform of `torch.func`; `gradients` of what reentrant activation
             checkpointing computes.
-        RuntimeError: the model is called in another thread, while the model runs.
+        RuntimeError: the model is called while another thread is calling it; it is compiled, and
+            another thread calls it.
 
     >>> import torch, headwise as hw
     >>> layer = torch.nn.TransformerEncoderLayer(24, nhead=2, batch_first=True).eval()

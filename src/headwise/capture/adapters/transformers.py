@@ -8,7 +8,7 @@ What heads did is read from the arguments that the function gets (q, the keys an
 group, mask and options), not from what it calls inside: `sdpa` repeats keys for each query head and
 packs the heads of a single query into another axis, a flash kernel shows nothing, and sinks are
 sliced off a softmax. Where a function turns out to compute something else than its arguments say,
-PyTorch's functions inside it are heard instead, and if there are none, it is refused by name.
+PyTorch's functions inside it are heard instead, and if there are none, the call is left out.
 
 What a mask cannot tell: which queries of a decoder are padding where it attends to an encoder; they
 count there. Where a cache has dropped keys, the first key is the first that is left. `generate()`
@@ -144,10 +144,10 @@ def _attend(
     told = len(net.noticed)
     result = function(module, *tensors, **options)
     if len(net.noticed) == told:
-        raise ValueError(
-            f"{net.said}: {given.named} of {net.names.current!r} gives something else than "
-            f"softmax(scale · q·k + mask) · v of its arguments, and nothing that attends was heard "
-            f"inside it; choose another attn_implementation."
+        net.leave_out(
+            net.names.stack[-1],
+            f"{given.named} gives something else than softmax(scale · q·k + mask) · v of its "
+            f"arguments, and nothing that attends was seen inside it",
         )
     return result
 
