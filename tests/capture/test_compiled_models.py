@@ -103,7 +103,7 @@ def test_the_monitor_refuses_a_traced_part_by_its_own_name() -> None:
 
 def test_another_thread_is_refused_for_a_compiled_model() -> None:
     said = r"watched in its own thread; enter headwise\.ablate\(\) in the thread that calls"
-    plain, model = made()[0], in_part()
+    plain, model = made()[0].eval(), in_part()
     with ThreadPoolExecutor(1) as thread, hw.ablate(model, {LAYERS[0]: [0]}):
         with pytest.raises(RuntimeError, match=said):
             thread.submit(model, batch(0)).result()

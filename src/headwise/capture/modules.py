@@ -104,8 +104,9 @@ class Names:
         self._begin, self._end, self._watching = begin, end, watching
         self._in_other_thread = elsewhere
         self.names = names or names_of(model)
-        self._home, self.moves = threading.get_ident(), moves
-        self._threads, self._busy, self._lock = {self._home}, False, threading.Lock()
+        self.home: int | None = threading.get_ident()
+        self._threads, self.moves = {threading.get_ident()}, moves
+        self._busy, self._lock = False, threading.Lock()
         self._mark, self._task = object(), _task()
         self._elsewhere = False
 
@@ -122,7 +123,7 @@ class Names:
     @property
     def away(self) -> bool:
         """Return True in another thread than the one that began to follow."""
-        return threading.get_ident() != self._home
+        return threading.get_ident() != self.home
 
     @property
     def current(self) -> str:

@@ -110,7 +110,7 @@ class Net:
 
     def _begin(self) -> None:
         """The model is called anew."""
-        if self.in_full and self.functions not in modes():  # in another thread
+        if self.in_full and self.names.away and self.functions not in modes():
             self._away.enter_context(self.functions.on())
         self.masks.clear()
         self.contexts.clear()

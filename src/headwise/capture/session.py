@@ -158,7 +158,9 @@ def _follow(net: Net, stack: ExitStack) -> None:
     if net.capture is None and compiler() is not None:
         stack.enter_context(COMPILER.heard_by(net))
     stack.enter_context(UNNOTICED.heard_by(net))
-    if not net.names.away:  # else the mode is on while the model runs there
+    if net.names.away:
+        net.names.home = None  # the mode is on while the model runs, in whichever thread
+    else:
         stack.enter_context(net.functions.on())
 
 

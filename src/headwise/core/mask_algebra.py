@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .._text import Brief
 from .index import grid
@@ -49,6 +50,11 @@ class Mask(Brief):
                 f"class {cls.__name__}(Mask): interval() is a shortcut for allowed(), which is the "
                 f"mask's meaning; define allowed(i, j, extent) as well."
             )
+        register_pytree_node(
+            *(cls, _leaves, lambda leaves, rest: _of_leaves(cls, leaves, rest)),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+            flatten_with_keys_fn=_named_leaves,
+        )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         """Return True where query i may attend to key j; `None` where every pair may."""
@@ -137,6 +143,30 @@ class Mask(Brief):
 
 def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
+
+
+def _leaves(mask: Mask) -> tuple[list[Any], Any]:
+    """Return what tensors a mask may hold, for PyTorch's trees, and all else."""
+    if not is_dataclass(mask):
+        return [], mask
+    own = {field.name: getattr(mask, field.name) for field in fields(mask) if field.init}
+    held = {name: x for name, x in own.items() if isinstance(x, Tensor | Mask | tuple)}
+    return [*held.values()], [[*held], {n: x for n, x in own.items() if n not in held}]
+
+
+def _of_leaves(kind: type[Mask], leaves: Iterable[Any], rest: Any) -> Mask:
+    """Return the mask again."""
+    if isinstance(rest, Mask):
+        return rest
+    names, others = rest
+    return kind(**dict(zip(names, leaves, strict=True)), **others)
+
+
+def _named_leaves(mask: Mask) -> tuple[list[tuple[GetAttrKey, Any]], Any]:
+    """Return the same with the names of the leaves."""
+    leaves, rest = _leaves(mask)
+    names = [] if isinstance(rest, Mask) else rest[0]
+    return [(GetAttrKey(name), x) for name, x in zip(names, leaves, strict=True)], rest
 
 
 def _must_be_mask(sign: str, left: object, right: object) -> None:
