@@ -93,7 +93,7 @@ test-matrix: .venv/.dev $(COMPILED)
 compare: .venv/.dev $(COMPILED)
 	@$(BIN)/python peers/compare.py $(if $(PEER),--peer $(PEER))
 
-# What the five below need besides, each in an environment of its own.
+# What the six below need besides, each in an environment of its own.
 environments: .venv-docs/.made .venv-peers/.made .venv-coverage/.made .venv-trainers/.made .venv-suites/.made .venv-max/.max-$(MAX)
 
 # The site in build/site: a broken link, a public name without its entry or its example fail.

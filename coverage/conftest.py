@@ -8,8 +8,9 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
-# PyPI's torchvision is compiled for PyTorch with CUDA. On CPUs its library does not load, and its Python code
-# registers fake kernels of two operators that are then missing: their declarations are all it needs.
+# PyPI's torchvision is compiled for PyTorch with CUDA. On CPUs its library does not load, and its
+# Python code registers fake kernels of two operators that are then missing: it needs no more than
+# their declarations.
 if not torch.cuda.is_available():
     DECLARED = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):

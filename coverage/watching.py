@@ -1,8 +1,8 @@
 """A model under watch, compared with every softmax that it computes.
 
-The model runs three times: by itself, watched, and with a recorder of its softmaxes (of its calls of
-`F.scaled_dot_product_attention`, the softmax by definition in float64). Outputs must be the same bit
-for bit, and each call that was seen must have the entropy and the first weight of one softmax.
+The model runs by itself, watched, and with a recorder of its softmaxes (of its calls of
+`F.scaled_dot_product_attention`, the softmax by definition in float64). Outputs must be the same
+bit for bit, and each call that was seen must have the entropy and the first weight of one softmax.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ class Softmaxes(TorchFunctionMode):
         self.found: list[Tensor] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # which is one function for the mode
-            with patch.multiple(F, **{one.__name__: self._noting(one) for one in (F.softmax, FUSED)}):
+            with patch.multiple(
+                F, **{one.__name__: self._noting(one) for one in (F.softmax, FUSED)}
+            ):
                 return func(*args, **kwargs)
         return self._noting(func)(*args, **kwargs)
 

@@ -103,6 +103,17 @@ def test_fused_attention(case: str, groups: int) -> None:
     assert_as_defined(seen[""].calls[0], full)
 
 
+def test_keys_and_values_may_have_groups_of_their_own() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k[:, :1], v, enable_gqa=True)
+
+    model = Attends(attend, 2)
+    seen = watched(model, torch.randn(B, T, E))
+    q, k, v = model.split
+    wide = k[:, :1].expand(B, H, T, -1), v.repeat_interleave(H // 2, 1)
+    assert_as_defined(seen[""].calls[0], truth(q, *wide))
+
+
 @pytest.mark.parametrize("make", ["causal_upper_left", "causal_lower_right"])
 @pytest.mark.parametrize("keys", [T, S])
 def test_a_causal_bias_is_the_mask_it_stands_for(make: str, keys: int) -> None:

@@ -194,3 +194,47 @@ def test_queries_are_drawn_alike_on_any_device_by_default() -> None:
         seen = hw.observe(*parts, hw.Entropy(), queries=4, backend="blocked")
     assert torch.equal(seen.queries, want.queries)
     assert torch.equal(seen["entropy"], want["entropy"])
+
+
+def numbers(low: int) -> Tensor:
+    return torch.arange(B * T).view(B, T) % 3 // (3 - low)
+
+
+MASKS: list[Callable[[int], hw.Mask]] = [  # of one kind each, with other numbers
+    lambda low: hw.Causal() & hw.Window(3),
+    lambda low: hw.Causal() & hw.Padding(torch.tensor([T, T - low])),
+    lambda low: hw.Padding(torch.tensor([T - low, T]), side="left") | hw.Prefix(2),
+    lambda low: hw.Documents(numbers(low)),
+    lambda low: hw.Dense(~torch.eye(T, dtype=torch.bool).roll(low, 1)) & ~hw.Window(1),
+    lambda low: hw.ALiBi() & hw.Bias(torch.arange(T * T).view(T, T) / (9.0 + low)),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_layers_are_exported_with_a_mask(mask: Callable[[int], hw.Mask], saved: bool) -> None:
+    layer, x = hw.MultiHeadAttention(24, num_heads=3).eval(), torch.randn(B, T, 24)
+    program = torch.export.export(layer, (x,), {"mask": mask(1)})
+    if saved:
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        program = torch.export.load(file)
+    for low in (1, 2):
+        given = mask(low)
+        got = program.module()(x, mask=given)
+        torch.testing.assert_close(got, layer(x, mask=given), atol=1e-6, rtol=1e-5)
+
+
+def test_people_s_own_masks_are_exported() -> None:
+    class Every(hw.Mask):
+        """No dataclass: it has no parts."""
+
+        def allowed(self, i: Tensor, j: Tensor, extent: object) -> Tensor:
+            return (i - j) % 2 == 0
+
+    layer, x = hw.MultiHeadAttention(24, num_heads=3).eval(), torch.randn(B, T, 24)
+    mask = Every()
+    program = torch.export.export(layer, (x,), {"mask": mask})
+    got = program.module()(x, mask=mask)
+    torch.testing.assert_close(got, layer(x, mask=mask), atol=1e-6, rtol=1e-5)

@@ -44,9 +44,9 @@ def watch(
     of transformers under any `attn_implementation`, headwise's own layer, `attend` and `observe`
     in any module, and a softmax over the last axis that values are multiplied with. Only the
     statistics are kept. On exit, also after an exception, everything is as it was. Calls are seen
-    in any thread, one at a time: those of `generate` in a streamer's thread, too. Models that `torch.compile` has compiled stay compiled: calls of
-    `F.scaled_dot_product_attention` and of headwise are captured in their graphs. Graphs that
-    attend in other ways run as they are written.
+    in any thread, one at a time: those of `generate` in a streamer's thread, too. Models that
+    `torch.compile` has compiled stay compiled: calls of `F.scaled_dot_product_attention` and of
+    headwise are captured in their graphs. Graphs that attend in other ways run as they are written.
 
     Where queries and keys are of one sequence, a key that no query may attend to is padding; the
     query at its position counts as one that may attend to nothing, and stays out of every mean.

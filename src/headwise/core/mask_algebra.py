@@ -50,6 +50,7 @@ class Mask(Brief):
                 f"class {cls.__name__}(Mask): interval() is a shortcut for allowed(), which is the "
                 f"mask's meaning; define allowed(i, j, extent) as well."
             )
+        torch.serialization.add_safe_globals([cls])  # among examples that exports are saved with
         register_pytree_node(
             *(cls, _leaves, lambda leaves, rest: _of_leaves(cls, leaves, rest)),
             serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
@@ -162,7 +163,7 @@ def _of_leaves(kind: type[Mask], leaves: Iterable[Any], rest: Any) -> Mask:
     return kind(**dict(zip(names, leaves, strict=True)), **others)
 
 
-def _named_leaves(mask: Mask) -> tuple[list[tuple[GetAttrKey, Any]], Any]:
+def _named_leaves(mask: Mask) -> tuple[list[Any], Any]:
     """Return the same with the names of the leaves."""
     leaves, rest = _leaves(mask)
     names = [] if isinstance(rest, Mask) else rest[0]

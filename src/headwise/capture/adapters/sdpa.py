@@ -194,6 +194,8 @@ def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> Atte
         if not asked["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
             k, v = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (k, v))
         q, k, v = (_four(x, lead) for x in (q, k, v))
+        if k.shape[1] != v.shape[1]:
+            k, v = of_all_heads(k, v, q.shape[1])
         given = _table(given, lead)
     else:
         lead = out.shape[:-2]
@@ -207,6 +209,12 @@ def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> Atte
     k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": asked["scale"]}
     weight = within and within.projection
     return AttentionCall(net.names.current, _NAME, q, k, v, made, sight, weight, behind=behind)
+
+
+def of_all_heads(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values with other groups, `[B, G, S, D]`, for each head."""
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    return k, v
 
 
 def _wide(x: Tensor, lead: torch.Size, groups: bool) -> Tensor:

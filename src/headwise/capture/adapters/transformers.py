@@ -46,7 +46,7 @@ from ..private_torch import LogSumExp, replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
 from ..serve import SERVED, Served, accelerators, note
 from .flex import allowed_by
-from .sdpa import with_lse
+from .sdpa import of_all_heads, with_lse
 
 Function = Callable[..., tuple[Any, ...]]
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
@@ -271,6 +271,9 @@ class Given:
         if sizes[0] != of_keys[0]:  # a single row of queries may serve the whole batch
             q, k, v = (x.expand(max(len(q), len(k)), -1, -1, -1) for x in (q, k, v))
             sizes, of_keys = q.shape, k.shape
+        if of_keys[1] != v.shape[1]:
+            k, v = of_all_heads(k, v, sizes[1])
+            of_keys = k.shape
         self.q, self.k, self.v = q, k, v
         self.batch, self.heads, self.queries, _ = sizes
         _, self.groups, self.keys, _ = of_keys
