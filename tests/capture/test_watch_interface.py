@@ -154,19 +154,22 @@ def test_a_function_with_other_scores_is_heard_inside(register: Callable[..., st
 
 
 @torch.no_grad()
-def test_what_is_no_softmax_is_refused_by_name(register: Callable[..., str]) -> None:
+def test_what_is_no_softmax_is_left_out_with_the_reason(register: Callable[..., str]) -> None:
     from transformers import AttentionInterface
 
     model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
     model.set_attn_implementation(register(rectified, "sdpa"))
     handed = vars(AttentionInterface).copy()
-    with (
-        pytest.raises(ValueError, match=r"rectified of 'layers.0.self_attn' gives something else"),
-        hw.watch(model, hw.Entropy()),
-    ):
-        model(**inputs)
+    plain = model(**inputs)[0]
+    with hw.watch(model, hw.Entropy()) as seen:
+        assert torch.equal(model(**inputs)[0], plain)
     assert vars(AttentionInterface) == handed
-    model(**inputs)
+    assert list(seen.left_out) == ["layers.0.self_attn", "layers.1.self_attn"]
+    with pytest.raises(ValueError, match=r"rectified gives something else than softmax"):
+        seen.table()
+    with pytest.raises(ValueError, match=r"rectified gives something else than softmax"):
+        with hw.ablate(model, "L0H0"):
+            model(**inputs)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
