@@ -17,8 +17,7 @@ from .._tables import HeadTable
 from .._text import and_more
 from ..capture.head_address import head_label
 from .codec import finite, pack, pack_whole
-from .page.parts import check_out, fill, packed, part, version, write_html
-from .schema import FRAME_HEIGHT
+from .page.parts import FRAME_HEIGHT, check_out, fill, packed, part, version, write_html
 
 RETRIEVAL = 0.1
 """The least score of a retrieval head (Wu et al. 2024, §2)."""
