@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -234,16 +236,19 @@ def _attempts(
     """
     prefixes: dict[str, str] = {}
     adapters: dict[str, str] = {}
+    plain = {layout.plain(name): name for name in shapes}
+    names = _Names(plain, sorted(plain), {name: number for number, name in enumerate(plain)})
+    bare = [(name.replace(".base_layer.", "."), full) for name, full in plain.items()]
     for form in layout.forms:
         for name, (parts, _) in form.tensors.items():
             if not parts.endswith(".weight") or parts.startswith("out") or "norm" in parts:
                 continue
-            pattern = named_as(name)
-            for other in shapes:
-                bare = layout.plain(other.replace(".base_layer.", "."))
-                if match := pattern.fullmatch(bare):
-                    found = adapters if ".base_layer." in other else prefixes
-                    found.setdefault(match["prefix"], other)
+            pattern, end = named_as(name), re.split(r"[./]|\{n\}", name)[-2:]
+            ends = ".".join(end), "/".join(end)  # a quick test before the pattern's
+            for other, full in bare:
+                if other.endswith(ends) and (match := pattern.fullmatch(other)):
+                    found = adapters if ".base_layer." in full else prefixes
+                    found.setdefault(match["prefix"], full)
     for prefix, name in adapters.items():
         yield (
             name,
@@ -256,18 +261,31 @@ def _attempts(
     for prefix, name in prefixes.items():
         if prefix not in adapters:
             try:
-                yield name, prefix, _layer(layout, prefix, shapes, call)
+                yield name, prefix, _layer(layout, prefix, names, shapes, call)
             except ValueError as error:
                 yield name, prefix, error
 
 
-def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) -> LayerTensors:
+class _Names(NamedTuple):
+    """The stored names of a state by those without aliases; these sorted; and their order."""
+
+    plain: Mapping[str, str]
+    ordered: list[str]
+    order: Mapping[str, int]
+
+    def under(self, prefix: str) -> dict[str, str]:
+        """Return the stored names under a prefix by the rest of their names, in order."""
+        start = bisect_left(self.ordered, prefix)
+        inside = takewhile(lambda name: name.startswith(prefix), islice(self.ordered, start, None))
+        listed = sorted(inside, key=self.order.__getitem__)
+        return {name.removeprefix(prefix): self.plain[name] for name in listed}
+
+
+def _layer(
+    layout: Layout, prefix: str, names_of: _Names, shapes: Mapping[str, Shape], call: str
+) -> LayerTensors:
     """Return the layer at a prefix, in the form that fits its names best."""
-    names_here = {
-        plain.removeprefix(prefix): name
-        for name in shapes
-        if (plain := layout.plain(name)).startswith(prefix)
-    }
+    names_here = names_of.under(prefix)
     attempts = [_match(form, names_here) for form in layout.forms]
     form, where, missing = min(attempts, key=lambda attempt: len(attempt[2]) - len(attempt[1]))
     at = f" under {prefix!r}" if prefix else ""
@@ -303,7 +321,7 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], call: str) 
                 f"{call}: the norms of q and k{at} are not those of layout {layout.name!r}: {why}"
             )
     near = {name for name in layout.partial if not name or parent + name in shapes}
-    first = next(name for name in shapes if name in names)
+    first = next(name for name in names_here.values() if name in names)
     layer = LayerTensors(layout, prefix, form, where, frozenset(names), first, frozenset(near))
     _agree(layer, shapes, call)
     return layer
