@@ -17,7 +17,7 @@ from .._tables import HeadTable
 from .._text import and_more
 from ..capture.head_address import head_label
 from .codec import finite, pack, pack_whole
-from .page.parts import FRAME_HEIGHT, check_out, fill, packed, part, version, write_html
+from .page.parts import check_out, fill, framed, packed, part, version, write_html
 
 RETRIEVAL = 0.1
 """The least score of a retrieval head (Wu et al. 2024, §2)."""
@@ -177,10 +177,7 @@ class Trace(HeadTable):
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        return (
-            f'<iframe srcdoc="{html.escape(_page(self))}" title="headwise trace" '
-            f'width="100%" height="{FRAME_HEIGHT}" style="border:0"></iframe>'
-        )
+        return framed(_page(self))
 
 
 # --- the page's data -------------------------------------------------------------------------
