@@ -103,8 +103,8 @@ def test_the_public_names_are_these() -> None:
         SameToken Self Window"""
     layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"
     functions = """ablate ablation_scan accelerate attend attention_of check circuits convert
-        detect_layout explain head_outputs importance look observe prune_ qk_clip_ register
-        replace_attention_ timeline trace watch"""
+        detect_layout edit explain head_outputs importance look observe patch prune_ qk_clip_
+        register relevance replace_attention_ rollout timeline trace watch"""
     others = "__version__ integrations parallel"
     names = " ".join((statistics, masks, layers, functions, others)).split()
     assert sorted(dir(hw)) == sorted(names)

@@ -47,7 +47,7 @@ if _TYPE_CHECKING:
         ablation_scan,
         accelerate,
         attention_of,
-        head_outputs,
+        edit,
         importance,
         prune_,
         register,
@@ -57,7 +57,7 @@ if _TYPE_CHECKING:
     from .report.look import look
     from .report.page.timeline import timeline
     from .report.trace import trace
-    from .research.circuits import circuits
+    from .research import circuits, head_outputs, patch, relevance, rollout
     from .telemetry import History, Monitor
     from .telemetry.clip import qk_clip_
     from .telemetry.floor import EntropyFloor
@@ -114,6 +114,7 @@ __all__ = [
     "circuits",
     "convert",
     "detect_layout",
+    "edit",
     "explain",
     "head_outputs",
     "importance",
@@ -121,10 +122,13 @@ __all__ = [
     "look",
     "observe",
     "parallel",
+    "patch",
     "prune_",
     "qk_clip_",
     "register",
+    "relevance",
     "replace_attention_",
+    "rollout",
     "timeline",
     "trace",
     "watch",
@@ -135,13 +139,13 @@ _LAZY_MODULES = """
 """.split()
 _LAZY_NAMES = {
     "capture": """
-        ablate ablation_scan accelerate attention_of head_outputs importance prune_ register watch
+        ablate ablation_scan accelerate attention_of edit importance prune_ register watch
     """,
     "layers.torch_attention": "replace_attention_",
     "report.look": "look",
     "report.page.timeline": "timeline",
     "report.trace": "trace",
-    "research.circuits": "circuits",
+    "research": "circuits head_outputs patch relevance rollout",
     "telemetry": "History Monitor",
     "telemetry.clip": "qk_clip_",
     "telemetry.floor": "EntropyFloor",

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import headwise as hw
 from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
-from headwise.capture.head_outputs import HeadOutputs, head_outputs
+from headwise.capture.reference import AblationReference, ablation_reference
 from headwise.capture.session import catch
 from headwise.core.observers import observers
 
@@ -291,7 +291,7 @@ def test_padding_that_attends_is_put_in_nowhere() -> None:
 def test_mean_of_reference_texts() -> None:
     model, x = Two(), torch.randn(B, T, E)
     texts = [torch.randn(2, T + 4, E), torch.randn(1, 3, E)]
-    reference = head_outputs(model, lambda model, text: model(text), texts)
+    reference = ablation_reference(model, lambda model, text: model(text), texts)
     assert reference.modules == ("low", "high")
     given = [outputs(model, text)["high"] for text in texts]
     mean = torch.cat([out[:, 3].flatten(0, 1) for out in given]).mean(0)
@@ -357,7 +357,7 @@ def test_resampling_skips_padding() -> None:
 def test_resampling_from_reference_texts() -> None:
     model, x = Plain(), torch.randn(B, T, E)
     texts = [torch.randn(2, T, E), torch.randn(2, T + 1, E), torch.randn(2, T, E)]
-    reference = head_outputs(model, lambda model, text: model(text), texts, rows=True)
+    reference = ablation_reference(model, lambda model, text: model(text), texts, rows=True)
     given = torch.cat([outputs(model, text)[""] for text in (texts[0], texts[2])])
     with ablate(model, {"": [3]}, how="resample", reference=reference):
         found = donors(outputs(model, x)[""][:, 3], given[:, 3])
@@ -367,7 +367,7 @@ def test_resampling_from_reference_texts() -> None:
 
 def test_reference_is_taken_without_gradients() -> None:
     model = Plain()
-    reference = head_outputs(model, lambda model, x: model(x).sum(), [torch.randn(B, T, E)])
+    reference = ablation_reference(model, lambda model, x: model(x).sum(), [torch.randn(B, T, E)])
     assert not reference.mean("").requires_grad
 
 
@@ -469,9 +469,9 @@ def run(model: nn.Module, heads: Any, size: int = B, **keywords: Any) -> None:
         ({"low": [0.5]}, {}, r"must be a list of numbers"),
         ({"low.proj": [0]}, {}, r"'low.proj', which did not attend; those that did: 'low', 'high'"),
         ({"low": [0]}, {"how": "noise"}, r"one of zero, mean, resample"),
-        ({"low": [0]}, {"reference": HeadOutputs()}, r"zeros need no reference"),
+        ({"low": [0]}, {"reference": AblationReference()}, r"zeros need no reference"),
         ({"low": [0]}, {"how": "resample", "size": 1}, r"batch of one"),
-        ({"low": [0]}, {"how": "mean", "reference": HeadOutputs()}, r"did not reach 'low'"),
+        ({"low": [0]}, {"how": "mean", "reference": AblationReference()}, r"did not reach 'low'"),
         ([{"layer": "low", "head": 2}], {}, r"head {'layer': 'low', 'head': 2}: give its layer"),
         ("low", {}, r"ablate\(Two, 'low', .*head 'low': give its layer and number from 0"),
         (3, {}, r"head 3: give its layer and number from 0, such as \(2, 9\), 'L2H9'"),
@@ -535,17 +535,17 @@ def test_faults_of_references() -> None:
     def call(model: nn.Module, x: Tensor) -> Tensor:
         return model(x)
 
-    means = head_outputs(model, call, [text])
+    means = ablation_reference(model, call, [text])
     with pytest.raises(ValueError, match="rows=True"):
         run(model, {"low": [0]}, how="resample", reference=means)
-    rows = head_outputs(model, call, [text], rows=True)
+    rows = ablation_reference(model, call, [text], rows=True)
     with pytest.raises(ValueError, match=r"with 7 queries, and the reference has calls with 9"):
         run(model, {"low": [0]}, how="resample", reference=rows)
-    other = head_outputs(Two(lambda: hw.MultiHeadAttention(E, 2)), call, [text])
+    other = ablation_reference(Two(lambda: hw.MultiHeadAttention(E, 2)), call, [text])
     with pytest.raises(ValueError, match=r"5 heads of width 4, and the reference 2 of width 10"):
         run(model, {"low": [0]}, how="mean", reference=other)
     with pytest.raises(ValueError, match="no attention was seen"):
-        head_outputs(model, call, [])
+        ablation_reference(model, call, [])
 
 
 def test_what_is_no_model_is_named(unchecked: None) -> None:

@@ -362,7 +362,7 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
         one.readings,
         one.reading("entropy"),
         running,
-        hw.head_outputs(layer, lambda layer, x: layer(x), [x]),
+        hw.capture.ablation_reference(layer, lambda layer, x: layer(x), [x]),
         hw.importance(layer, lambda layer, x: layer(x).mean((1, 2)), [x]),
         hw.Dense(torch.ones(130, 130, dtype=torch.bool)) & hw.Causal(),
         hw.Bias(torch.zeros(130, 130)) & hw.Padding(torch.tensor([5, 6] * 40)),
@@ -408,7 +408,7 @@ def test_flags_and_seeds_of_another_kind_are_refused() -> None:
         return model(x).square().mean((1, 2))
 
     with pytest.raises(ValueError, match="rows must be True or False and is 'all'"):
-        hw.head_outputs(layer, loss, [x], rows="all")  # type: ignore[arg-type]
+        hw.capture.ablation_reference(layer, loss, [x], rows="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="normalise must be True or False and is 'importance'"):
         hw.importance(layer, loss, [x]).table(normalise="importance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed='a'"), hw.watch(layer, seed="a"):  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from ci import in_ci
 from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
 from headwise.capture.effects import HeadEffects, join_tables
-from headwise.capture.head_outputs import head_outputs
 from headwise.capture.importance import ablation_scan, importance
+from headwise.capture.reference import ablation_reference
 from headwise.capture.session import catch
 from headwise.core.observers import observers
 
@@ -282,7 +282,7 @@ def test_scan_of_one_number_counts_batches() -> None:
 
 def test_scan_with_means_and_other_texts() -> None:
     model, given = Model().double().eval(), batches(B)
-    reference = head_outputs(model, loss, batches(4), rows=True)
+    reference = ablation_reference(model, loss, batches(4), rows=True)
     for how in ("mean", "resample"):
         effects = ablation_scan(model, loss, given, how, reference=reference, seed=3)
         with (
@@ -444,7 +444,7 @@ def test_faults_of_the_scan(
         ablation_scan(Model().double().eval(), loss, batches(B), **keywords)
 
 
-@pytest.mark.parametrize("function", [importance, ablation_scan, head_outputs])
+@pytest.mark.parametrize("function", [importance, ablation_scan, ablation_reference])
 def test_what_is_given_in_another_place_is_named(unchecked: None, function: Any) -> None:
     model, ids = Model().eval(), torch.randn(B, T, E)
     name = function.__name__

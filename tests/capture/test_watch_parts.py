@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.capture.ablate import ablate
-from headwise.capture.head_outputs import head_outputs
 from headwise.capture.importance import ablation_scan, importance
+from headwise.capture.reference import ablation_reference
 from headwise.capture.session import catch
 from support import truth
 
@@ -410,9 +410,9 @@ def test_what_is_seen_in_part_is_neither_told_nor_ablated_nor_important() -> Non
         model(x)
     for effects in (importance(model, loss, [x]), ablation_scan(model, loss, [x])):
         assert {row["module"] for row in effects.table()} == {"1"}
-    assert head_outputs(model, loss, [x]).modules == ("1",)
+    assert ablation_reference(model, loss, [x]).modules == ("1",)
     alone = Attends(with_global_queries)
-    for fails in (importance, ablation_scan, head_outputs):
+    for fails in (importance, ablation_scan, ablation_reference):
         with pytest.raises(ValueError, match="no attention was seen, for the model: the softmax"):
             fails(alone.eval(), loss, [x])
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,10 +14,10 @@ from torch import Tensor, nn
 
 from ..core.numbers import as_int
 from .call import AttentionCall, seed_of_call
-from .head_address import HeadAddress, Layer, as_written, is_layer, parse_head, parse_layer
-from .head_outputs import HeadOutputs, drawn, valid_queries
-from .modules import attending, check_model
-from .session import catch
+from .edit import Edit, Place, Replace, check_names, edited
+from .head_address import HeadAddress, Layer, parse_head, parse_layer
+from .modules import check_model
+from .reference import AblationReference, drawn, valid_queries
 
 How = Literal["zero", "mean", "resample"]
 
@@ -33,7 +31,7 @@ def ablate(
     heads: Heads,
     how: How = "zero",
     *,
-    reference: HeadOutputs | None = None,
+    reference: AblationReference | None = None,
     seed: int = 0,
 ) -> Iterator[None]:
     """Take heads out of a model while this lasts: their outputs before the output projection.
@@ -54,7 +52,7 @@ def ablate(
             `"resample"`: what the head gave at the same positions in another text (Chan et al.
             2022): a row of the reference, or another row of the call's batch, drawn for each row.
             All modules draw alike in a forward pass, so that their heads come from one text.
-        reference: what `head_outputs()` kept of other texts.
+        reference: what `ablation_reference()` kept of other texts.
         seed: of the draw; PyTorch's own random numbers are not touched.
 
     Raises:
@@ -77,66 +75,39 @@ def ablate(
         raise ValueError(f"{said}: how must be one of {', '.join(get_args(How))}.")
     if how == "zero" and reference is not None:
         raise ValueError(f"{said}: zeros need no reference; leave it out.")
-    if not isinstance(reference, HeadOutputs | None):
+    if not isinstance(reference, AblationReference | None):
         raise ValueError(
-            f"{said}: reference must be what head_outputs(…) gives, and "
+            f"{said}: reference must be what ablation_reference(…) gives, and "
             f"{type(reference).__name__} is not."
         )
     asked = heads_by_layer(model, heads, said)
-    calls: Counter[str] = Counter()
-    attended: dict[str, int] = {}  # the numbers of the layers
-
-    def listen(call: AttentionCall) -> Tensor | None:
-        name, layer = call.name, call.layer
-        calls[name] += not call.again
-        call.once_whole(lambda _: attended.update({name: layer}))
-        chosen = {head for one in asked if is_layer(one, name, layer) for head in asked[one]}
-        lacking = sorted(chosen - set(range(call.all_heads)))
-        if lacking:
-            raise ValueError(
-                f"{said}: {call.name!r} has the heads 0 to {call.all_heads - 1}, and no "
-                f"{', '.join(map(str, lacking))}."
-            )
-        here = sorted(head for head in range(call.heads) if call.first_head + head in chosen)
-        if not here:
-            return None
-        out, index = call.out, torch.tensor(here, device=call.out.device)
-        if how == "zero":
-            return out.index_fill(1, index, 0.0)
-        with torch.no_grad():
-            if how == "mean":
-                put = _mean(call, index, reference)
-            else:
-                own = seed_of_call(seed, calls[call.name])
-                put = _resampled(call, index, reference, own)
-        whole = (len(out), len(index), *out.shape[2:])
-        return out.index_copy(1, index, put.to(out).expand(whole))
-
-    with catch(model, listen, function="ablate") as net:
+    without = (Replace(0.0) if how == "zero" else _Ablation(how, reference, seed),)
+    plan = [(layer, head, without) for layer, numbers in asked.items() for head in numbers]
+    plan += [(layer, None, ()) for layer, numbers in asked.items() if not numbers]
+    with edited(model, plan, said, "ablate"):
         yield
-    for name, reason in net.names.left_out.items():
-        if any(is_layer(one, name, None) for one in asked):
-            raise ValueError(f"{said}: {name!r} was not ablated as a whole: {reason}.")
-    moved = [name for name, layer in attended.items() if net.numbers[name] != layer]
-    if moved and any(isinstance(one, int) for one in asked):
-        raise ValueError(
-            f"{said}: {moved[0]!r} is layer {net.numbers[moved[0]]}, which was not known while it "
-            f"ran; give the names of modules."
-        )
-    idle = [one for one in asked if not any(is_layer(one, *layer) for layer in attended.items())]
-    if idle:
-        others = ", ".join(map(repr, attended)) or f"none, for {net.names.why_nothing()}"
-        names = ", ".join(f"layer {one}" if isinstance(one, int) else repr(one) for one in idle)
-        raise ValueError(
-            f"{said}: nothing was ablated in {names}, which did not attend; those that did: "
-            f"{others}."
-        )
 
 
-def _mean(call: AttentionCall, index: Tensor, reference: HeadOutputs | None) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class _Ablation(Edit):
+    """What takes the place of heads that are ablated by mean or by resampling."""
+
+    how: How
+    reference: AblationReference | None
+    seed: int
+
+    @torch.no_grad()
+    def change(self, x: Tensor, place: Place) -> Tensor:
+        if self.how == "mean":
+            return _mean(place.call, place.index, self.reference)
+        own = seed_of_call(self.seed, place.number)
+        return _resampled(place.call, place.index, self.reference, own)
+
+
+def _mean(call: AttentionCall, index: Tensor, reference: AblationReference | None) -> Tensor:
     """`[1, h, 1, Dv]`."""
     if reference is None:
-        reference = HeadOutputs()
+        reference = AblationReference()
         reference.take(call)
     mean = reference.mean(call.name)
     _check_fit(call, mean.shape)
@@ -144,7 +115,7 @@ def _mean(call: AttentionCall, index: Tensor, reference: HeadOutputs | None) -> 
 
 
 def _resampled(
-    call: AttentionCall, index: Tensor, reference: HeadOutputs | None, seed: int
+    call: AttentionCall, index: Tensor, reference: AblationReference | None, seed: int
 ) -> Tensor:
     """`[B, h, T, Dv]`."""
     out = call.out.detach()
@@ -155,7 +126,8 @@ def _resampled(
     if len(out) < 2:
         raise ValueError(
             f"ablate(…, how='resample'): {call.name!r} is called with a batch of one, which has no "
-            f"other row to draw from; give a larger batch, or reference=head_outputs(…, rows=True)."
+            f"other row to draw from; give a larger batch, or "
+            f"reference=ablation_reference(…, rows=True)."
         )
     return drawn(out.shape, out, valid_queries(call), index, seed, own=True)
 
@@ -176,21 +148,7 @@ def heads_by_layer(model: nn.Module, heads: Heads, said: str) -> dict[Layer, tup
         given = _by_layer(heads)
     except ValueError as error:
         raise ValueError(f"{said}: {error}.") from None
-    names = [as_written(name) for name, _ in model.named_modules()]
-    patterns = [one for one in given if isinstance(one, str)]
-    unknown = [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]
-    if unknown:
-        near = get_close_matches(unknown[0], attending(model), n=6, cutoff=0.0)
-        told = f"of those that attend, the nearest are: {', '.join(map(repr, near))}"
-        if not near:
-            near = get_close_matches(unknown[0], [*filter(None, names)], n=6, cutoff=0.0)
-            told = (
-                f"the nearest that there are: {', '.join(map(repr, near)) or 'none'}; "
-                f"hw.watch(model) lists those that attend"
-            )
-        raise ValueError(
-            f"{said}: the model has no module {', '.join(map(repr, unknown))}; {told}."
-        )
+    check_names(model, given, said)
     return given
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .._text import and_more, brief
+from .._text import and_more
 from ..core.numbers import as_int, whole_numbers
 from ..core.reference import Definition
 from ..stats.entries import entries
@@ -21,7 +21,7 @@ from ..stats.record import Reading, Record
 from ..stats.statistic import Statistic
 from .call import AttentionCall, Looking
 from .head_address import HeadAddress, Layer, as_written, is_head, parse_head, parse_layer
-from .modules import check_model, names_of
+from .modules import call_model, check_inputs, check_model, names_of
 from .session import catch
 
 MOST_BYTES = 2**30
@@ -77,7 +77,7 @@ def attention_of(
     if nth is not None and as_int(nth) is None:
         raise ValueError(f"{said}: nth={nth!r} must be the number of a call, from 0.")
     wanted, head = _parse(model, layer, head, said)
-    _check_inputs(said, inputs)
+    check_inputs(said, inputs)
     found: dict[int, Tensor] = {}
     met: dict[str, None] = {}
     calls = itertools.count()
@@ -107,7 +107,7 @@ def attention_of(
         call.once_whole(lambda _: found.update({number: weights}))
 
     with catch(model, listen, function="attention_of") as net, torch.no_grad():
-        _call(model, inputs)
+        call_model(model, inputs)
     if not found:
         if wanted in net.names.left_out:
             raise ValueError(f"{said}: {wanted!r} is left out: {net.names.left_out[str(wanted)]}.")
@@ -170,29 +170,3 @@ def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, said:
     if not chosen or not all(0 <= number < call.heads for number in chosen):
         raise ValueError(f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}.")
     return chosen
-
-
-def _check_inputs(said: str, inputs: Any) -> None:
-    """Raise ValueError for a text, or a list of texts or numbers, where a model takes tensors."""
-    listed = [inputs] if isinstance(inputs, str | bytes) else inputs
-    if not isinstance(listed, tuple | list) or not listed:
-        return
-    if all(isinstance(one, str | bytes) for one in listed):
-        raise ValueError(
-            f"{said}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
-            f"as tokenizer(text, return_tensors='pt')."
-        )
-    if all(as_int(one) is not None for one in listed):
-        raise ValueError(
-            f"{said}: inputs is {brief(inputs)}, and the items of a list are arguments; give token "
-            f"ids as a tensor [B, T], such as torch.tensor([ids])."
-        )
-
-
-def _call(model: nn.Module, inputs: Any) -> None:
-    if isinstance(inputs, Mapping):
-        model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        model(*inputs)
-    else:
-        model(inputs)

@@ -130,6 +130,8 @@ class AttentionCall:
         waiting: what is known of a call that may be a part of its module's attention.
         one_pass: a call of headwise's that nobody has computed yet.
         lse: the log-sum-exp `[B, H, T]` that the model's kernel has written on a GPU.
+        values: what finds the values where `v` is a placeholder; it raises ValueError where they
+            are not visible.
     """
 
     name: str
@@ -151,6 +153,7 @@ class AttentionCall:
     waiting: Waiting | None = None
     one_pass: OnePass | None = None
     lse: Tensor | None = None
+    values: Callable[[], Tensor] | None = None
 
     def once_whole(self, keep: Callable[[int], None]) -> None:
         """Call `keep` when it is known that this is all that the module attends: mostly at once.
@@ -187,6 +190,15 @@ class AttentionCall:
     def keys(self) -> int:
         """Return the number of keys, S."""
         return self.k.shape[2]
+
+    @property
+    def all_values(self) -> Float[Tensor, "B G S Dv"]:
+        """Return the values, also where no statistic reads them and `v` is a placeholder.
+
+        Raises:
+            ValueError: they are not visible.
+        """
+        return self.v if self.values is None else self.values()
 
     @property
     def out(self) -> Float[Tensor, "B H T Dv"]:

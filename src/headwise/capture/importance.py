@@ -12,8 +12,8 @@ from .ablate import How, ablate
 from .call import AttentionCall
 from .effects import HeadEffects, gather
 from .head_address import joined_numbers
-from .head_outputs import HeadOutputs, check_given
 from .modules import Modules, chosen, why_left_out
+from .reference import AblationReference, check_given
 from .session import catch
 
 Loss = Callable[[Any, Any], Tensor]
@@ -110,7 +110,7 @@ def ablation_scan(
     batches: Iterable[Any],
     how: How = "zero",
     *,
-    reference: HeadOutputs | None = None,
+    reference: AblationReference | None = None,
     seed: int = 0,
     modules: Modules = None,
     report: Callable[[float], None] | None = None,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from .._text import and_more
+from .._text import and_more, brief
 from ..core.numbers import as_int
 from .head_address import Layer, as_written, is_layer, parse_layer
 from .parts import Waiting
@@ -386,3 +386,27 @@ def check_model(function: str, model: object) -> str:
             f"{function}({name}, …): {name} is no nn.Module; the model is the first argument."
         )
     return f"{function}({type(model).__name__}, …)"
+
+
+def check_inputs(said: str, inputs: Any) -> None:
+    """Raise ValueError for a text, or a list of texts or numbers, where a model takes tensors."""
+    listed = [inputs] if isinstance(inputs, str | bytes) else inputs
+    if not isinstance(listed, tuple | list) or not listed:
+        return
+    if all(isinstance(one, str | bytes) for one in listed):
+        raise ValueError(
+            f"{said}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
+            f"as tokenizer(text, return_tensors='pt')."
+        )
+    if all(as_int(one) is not None for one in listed):
+        raise ValueError(
+            f"{said}: inputs is {brief(inputs)}, and the items of a list are arguments; give token "
+            f"ids as a tensor [B, T], such as torch.tensor([ids])."
+        )
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model on a dict of keywords, a tuple or list of arguments, or its only argument."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)

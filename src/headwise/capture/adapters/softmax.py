@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ...core.mask_algebra import Mask
 from ...core.modes import transformed
 from ...core.shapes import Extent, statistics_dtype
 from ..call import AttentionCall
-from ..head_axis import composite, keys_behind, leading
+from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import FORBIDDEN, as_bias, resolve_padding
 from ..modules import Forward
 from ..net import Net, Road
@@ -266,8 +267,11 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     found_order = _order(args[0], [x.dim() for x in operands], place)
     if found_order is None or v.dim() < 3:
         return out
-    order, shared = found_order
+    order, shared, of_values = found_order
     sorted_ = out.permute(order)
+    if sorted(axis for axis in of_values if axis >= 0) == list(range(v.dim())):
+        v = v.permute([axis for axis in of_values if axis >= 0])
+        v = v[tuple(None if axis < 0 else slice(None) for axis in of_values)]
     new = _tell(net, found, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
     if new is None:
         return out
@@ -293,10 +297,13 @@ def _storage(x: Tensor) -> set[StorageWeakRef]:
     return {StorageWeakRef(x.untyped_storage())}
 
 
-def _order(equation: str, axes: list[int], place: int) -> tuple[list[int], list[bool]] | None:
+def _order(
+    equation: str, axes: list[int], place: int
+) -> tuple[list[int], list[bool], list[int]] | None:
     """The axes of an einsum's result, ordered as those of the probabilities with the value's own
-    for the key's; and which of those before the last two share their values. `None` where it is no
-    product of probabilities with a vector for each key."""
+    for the key's; which of those before the last two share their values; and the axes of the
+    values in the same order, −1 of shared ones. `None` where it is no product of probabilities
+    with a vector for each key."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
         return None
@@ -317,7 +324,8 @@ def _order(equation: str, axes: list[int], place: int) -> tuple[list[int], list[
     wanted = p[:-1] + own[0]
     if sorted(wanted) != sorted(result):
         return None
-    return [result.index(c) for c in wanted], [c not in v for c in p[:-2]]
+    of_values = [v.find(c) for c in (*p[:-2], p[-1], own[0])]
+    return [result.index(c) for c in wanted], [c not in v for c in p[:-2]], of_values
 
 
 def _tell(
@@ -354,12 +362,23 @@ def _tell(
     behind = keys_behind(running[-1].module)
     call = call_of_scores(net, "softmax", axes.split(found.scores), made, behind)
     call.name = name
+    call.values = partial(_values, call, values, shape[:-2], axes)
     waiting = None
     if composite() is None:
         made_of = (name, said, made, out.shape, call.keys, axes.sure, axes.told)
         waiting = Waiting(*made_of, by_hand=True, queries_first=queries_first)
     new = net.tell(call, waiting, running[-1])
     return None if new is None else axes.join(new, out.shape)
+
+
+def _values(call: AttentionCall, values: Tensor, lead: torch.Size, axes: Leading) -> Tensor:
+    """Return values `[…, S, Dv]` as those of a call, `[B, H, S, Dv]`."""
+    if values.dim() > len(lead) + 2 or values.shape[-2] < call.keys:
+        raise ValueError(
+            f"the values of {call.name!r} are not visible: those of its product are "
+            f"{list(values.shape)}, in another order of axes"
+        )
+    return axes.split(values.expand(*lead, *values.shape[-2:]))[:, :, : call.keys]
 
 
 def call_of_scores(

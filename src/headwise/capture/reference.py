@@ -17,8 +17,8 @@ from .modules import check_model
 from .session import catch
 
 
-class HeadOutputs:
-    """The heads' outputs before the output projection, over reference texts (`head_outputs()`)."""
+class AblationReference:
+    """The heads' outputs before the output projection, over reference texts."""
 
     def __init__(self, rows: bool = False) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -28,7 +28,7 @@ class HeadOutputs:
 
     def __repr__(self) -> str:
         rows = "" if self._rows is None else ", with rows"
-        return f"<HeadOutputs: means of {len(self._sums)} modules{rows}>"
+        return f"<AblationReference: means of {len(self._sums)} modules{rows}>"
 
     def add(self, call: AttentionCall) -> None:
         """Take in what a call's heads gave, once it is known to be all that its module attends."""
@@ -84,7 +84,8 @@ class HeadOutputs:
         module = self._name(module)
         if self._rows is None:
             raise ValueError(
-                "head_outputs(…) kept means alone; give head_outputs(…, rows=True) to resample."
+                "ablation_reference(…) kept means alone; to resample, give "
+                "ablation_reference(…, rows=True)."
             )
         kept = self._rows[module]
         fitting = [pair for pair in kept if pair[0].shape[2] == queries]
@@ -107,13 +108,13 @@ class HeadOutputs:
         return module
 
 
-def head_outputs(
+def ablation_reference(
     model: nn.Module,
     loss: Callable[[Any, Any], object],
     batches: Iterable[Any],
     *,
     rows: bool = False,
-) -> HeadOutputs:
+) -> AblationReference:
     """Record the output of every head over reference texts, for `ablate(…, reference=…)`.
 
     Args:
@@ -130,16 +131,16 @@ def head_outputs(
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
     >>> texts = [torch.randn(2, 7, 24), torch.randn(2, 5, 24)]
-    >>> reference = head_outputs(layer, lambda model, x: model(x), texts)
+    >>> reference = ablation_reference(layer, lambda model, x: model(x), texts)
     >>> reference.mean("").shape
     torch.Size([3, 8])
     """
-    said = check_given("head_outputs", model, loss, batches)
+    said = check_given("ablation_reference", model, loss, batches)
     if fault := fault_of_flags(rows=rows):
         raise ValueError(f"{said}: {fault}.")
-    kept, why = HeadOutputs(rows), "there are no batches"
+    kept, why = AblationReference(rows), "there are no batches"
     for batch in batches:
-        with torch.no_grad(), catch(model, kept.add, function="head_outputs") as net:
+        with torch.no_grad(), catch(model, kept.add, function="ablation_reference") as net:
             loss(model, batch)
         kept.numbers = joined_numbers(kept.numbers, net.numbers)
         why = net.names.why_nothing()

@@ -1,0 +1,207 @@
+"""The vectors that heads write: their outputs, their parts of a logit, and norms of their terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.call import AttentionCall
+from ..capture.modules import Modules, call_model, check_inputs, check_model, chosen, why_left_out
+from ..capture.session import catch
+from .flow import carried, row_of_token
+from .norms import NormMap, is_norm
+from .runs import Score, kept_calls, total_of
+from .values import HeadValues, joined
+
+
+def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> HeadValues:
+    """Run a model and return the output of every head, before the output projection.
+
+    Args:
+        model: any model that `watch()` sees.
+        inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
+            of arguments, or the only argument.
+        modules: take these alone, as in `watch()`.
+
+    Returns:
+        `outputs["L2H9"]` `[B, T, Dv]` and `outputs["L2"]` `[B, H, T, Dv]`, without a graph. The
+        table has the mean length of each head's output, `output_norm`.
+
+    Raises:
+        ValueError: no attention seen; a module that is called with different shapes.
+
+    >>> import headwise as hw
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> outputs = hw.head_outputs(layer, torch.randn(2, 7, 24))
+    >>> outputs["L0H2"].shape, outputs["L0"].shape
+    (torch.Size([2, 7, 8]), torch.Size([2, 3, 7, 8]))
+    """
+    quoted = check_model("head_outputs", model)
+    check_inputs(quoted, inputs)
+    wanted, unwanted = chosen(modules), dict[str, None]()
+    outs: dict[str, list[Tensor]] = {}
+
+    def listen(call: AttentionCall) -> None:
+        if not wanted(call.name, call.layer):
+            unwanted[call.name] = None
+        elif not call.again:
+            name, out = call.name, call.out.detach().clone()
+            call.once_whole(lambda _: outs.setdefault(name, []).append(out))
+
+    with torch.no_grad(), catch(model, listen, function="head_outputs") as net:
+        call_model(model, inputs)
+    if not outs:
+        why = why_left_out(modules, unwanted) if unwanted else net.names.why_nothing()
+        raise ValueError(f"{quoted}: no attention was seen, for {why}.")
+
+    def number(out: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(out.float(), dim=-1).mean((0, 2))
+
+    return HeadValues("output_norm", joined(outs, quoted), net.numbers, number)
+
+
+def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues:
+    """Compute what each head writes straight into a logit, or into any function of the logits.
+
+    The direct path alone counts: from a head's output through the output projection, the residual
+    stream and the last norm, whose scale is held, to `score`. Paths through later heads and MLPs
+    are cut: heads where their outputs are made, MLPs at the norm before them. A score that is not
+    linear in the logits is taken to first order.
+
+    Args:
+        model: any model that `watch()` sees whose blocks add what they write to a residual stream.
+            The last norm is the one that is called last.
+        inputs: as in `head_outputs()`.
+        score: `score(output)` for each row of the batch `[B]`, or its sum: a logit such as
+            `out.logits[:, -1, 7]`, or a difference of logits.
+
+    Returns:
+        For each head `[B, T]`, what its output at each position adds to the score. A score of the
+        last position has zeros elsewhere. The table has sums over positions, as a mean over the
+        batch: `attribution`.
+
+    Raises:
+        ValueError: no attention seen; no direct path, as in models that normalize the stream itself
+            (post-norm); a score of another shape, or without a gradient.
+
+    >>> from headwise.models import builtin, load
+    >>> model, tokenizer = load(builtin())
+    >>> ids = torch.tensor([tokenizer.encode("The with statement wraps the block").ids])
+    >>> found = logit_attribution(model, ids, lambda logits: logits[:, -1, 7] - logits[:, -1, 9])
+    >>> found["L2H1"].shape
+    torch.Size([1, 11])
+
+    Source: Elhage et al. 2021; Nanda & Bloom 2022 (`logit_attrs` of TransformerLens).
+    """
+    quoted = check_model("logit_attribution", model)
+    check_inputs(quoted, inputs)
+    outs: dict[str, list[Tensor]] = {}
+    norms: list[tuple[nn.Module, int]] = []
+    with torch.no_grad(), _norms(model, lambda norm, _, out: norms.append((norm, out.shape[-1]))):
+        call_model(model, inputs)
+    last = norms[-1][0] if norms else None
+    form = NormMap.of(*norms[-1]) if norms else None
+
+    def listen(call: AttentionCall) -> Tensor | None:
+        if call.again:
+            return None
+        name, out = call.name, call.out.detach().requires_grad_()
+        call.once_whole(lambda _: outs.setdefault(name, []).append(out))
+        return out
+
+    def cut(norm: nn.Module, x: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return out.detach() if form is None or norm is not last else _held(form, x[0], out)
+
+    with torch.enable_grad(), catch(model, listen, function="logit_attribution") as net:
+        with _norms(model, cut):
+            scores = score(call_model(model, inputs))
+        if not outs:
+            raise ValueError(f"{quoted}: no attention was seen, for {net.names.why_nothing()}.")
+        each = [out for calls in outs.values() for out in calls]
+        total = total_of(scores, quoted)
+        slopes = torch.autograd.grad(total, each, allow_unused=True, materialize_grads=True)
+    if not any(bool(slope.any()) for slope in slopes):
+        raise ValueError(
+            f"{quoted}: no head has a direct path to the score: the model normalizes the residual "
+            f"stream, or what heads write, before the last norm."
+        )
+    parts: dict[str, list[Tensor]] = {}
+    names = [name for name, calls in outs.items() for _ in calls]
+    for name, out, slope in zip(names, each, slopes, strict=True):
+        parts.setdefault(name, []).append(torch.einsum("bhtd,bhtd->bht", out.detach(), slope))
+    return HeadValues("attribution", joined(parts, quoted), net.numbers, lambda x: x.sum(2).mean(0))
+
+
+def weighted_norms(
+    model: nn.Module, inputs: Any, token: int | Tensor | None = None, *, modules: Modules = None
+) -> HeadValues:
+    """Compute the lengths of what heads take from each key: `α_ij ‖W_h v_j‖`, without T×T.
+
+    Args:
+        model: any model that `watch()` sees whose output projection is known.
+        inputs: as in `head_outputs()`.
+        token: the position of the query, as in `rollout()`. Without, the sum over all queries:
+            `‖W_h v_j‖ Σ_i α_ij`.
+        modules: take these alone, as in `watch()`.
+
+    Returns:
+        For each head `[B, S]`. The table has sums over keys, as a mean over the batch:
+        `weighted_norm`.
+
+    Raises:
+        ValueError: no attention seen; an output projection or values that are not known.
+
+    >>> import headwise as hw
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> weighted_norms(layer, torch.randn(2, 7, 24), token=-1)["L0H2"].shape
+    torch.Size([2, 7])
+
+    Source: Kobayashi et al. 2020, "Attention is Not Only a Weight", eq. 3.
+    """
+    quoted = check_model("weighted_norms", model)
+    calls = kept_calls("weighted_norms", model, inputs, modules, values=True)
+    numbers = {one.call.name: one.call.layer for one in calls}
+    parts: dict[str, list[Tensor]] = {}
+    while calls:
+        one = calls.pop(0)
+        call, weight = one.call, one.call.projection
+        if weight is None or one.values is None:
+            raise ValueError(
+                f"{quoted}: the output projection of {call.name!r} is not known; choose others "
+                f"with modules=…"
+            )
+        row = call.q.new_ones(call.batch, call.queries)
+        if token is not None:
+            row = row_of_token(call, token, quoted)
+        v = one.values.repeat_interleave(call.heads // one.values.shape[1], 1).to(weight.dtype)
+        each = weight.detach().unflatten(1, (call.heads, -1)).transpose(0, 1)
+        triangle = torch.linalg.qr(each.to(row.dtype), mode="r").R
+        lengths = torch.linalg.vector_norm(
+            torch.einsum("hed,bhsd->bhse", triangle, v.to(row.dtype)), dim=-1
+        )
+        parts.setdefault(call.name, []).append(carried(one, row) * lengths)
+    return HeadValues("weighted_norm", joined(parts, quoted), numbers, lambda x: x.sum(2).mean(0))
+
+
+@contextmanager
+def _norms(model: nn.Module, hook: Any) -> Iterator[None]:
+    """Hook every normalization of a model while this lasts."""
+    handles = [one.register_forward_hook(hook) for one in model.modules() if is_norm(one)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _held(form: NormMap, x: Tensor, out: Tensor) -> Tensor:
+    """Return a norm's output, with the gradient that it has while its scale is held."""
+    linear = form.centered(x) * form.gain.to(x.dtype)
+    given, plain = (out - form.shift.to(out.dtype)).detach(), linear.detach()
+    factor = (given * plain).sum(-1, keepdim=True) / plain.square().sum(-1, keepdim=True)
+    linear = linear * factor
+    return out.detach() + linear - linear.detach()
