@@ -34,6 +34,9 @@ FURTHER = (
     "headwise.models.corpus.manual",
     "headwise.models.corpus.repeated_tokens",
     "headwise.models.corpus.train_tokenizer",
+    "headwise.report.Trace",
+    "headwise.report.faithfulness",
+    "headwise.report.fit_weights",
 )
 """Names that pages of docs/ use, of modules that list none."""
 
