@@ -203,10 +203,10 @@ FLAVOURED = RIGHT.replace("n_heads)", "n_heads, flavour)", 1).replace(
         (RIGHT, [":Gone"], "there is no Gone in it; it has SelfAttention"),
         (FLAVOURED, [], "--flavour"),
         (RIGHT, ["--flavour", "3"], "the constructor has no argument flavour; it has d_model, n_h"),
-        (RIGHT, ["--d_model"], "--d_model: no such option; an argument of the constructor needs"),
+        (RIGHT, ["--d_model"], "--d_model: no such option; a constructor argument needs"),
         (RIGHT, ["--arg", "d_model"], "give a name and a value, as in --arg num_heads=3"),
         (RIGHT, ["--timeout", "0"], "seconds must be above 0"),
-        (RIGHT, ["other.py"], "one file at a time"),
+        (RIGHT, ["other.py"], "give only one file"),
     ],
 )
 @pytest.mark.usefixtures("forked")
@@ -445,7 +445,7 @@ def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--explain", "causality"]) == 0
     assert capsys.readouterr().out == explain("causality") + "\n"
     assert "did you mean causality" in refused(capsys, "--explain", "causalty")
-    assert "takes nothing beside it" in refused(capsys, "--explain", "causality", "mine.py")
+    assert "takes no file and no arguments" in refused(capsys, "--explain", "causality", "mine.py")
 
 
 def test_every_finding_has_its_words() -> None:

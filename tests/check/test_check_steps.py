@@ -737,17 +737,17 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
         (["--new", "gpt2", "mine.txt"], "ends in .py"),
         (["--new", "gpt2", "gone/mine.py"], "there is no folder"),
         (["--step", "gpt2", "gone.py"], "gone.py: no such file"),
-        (["--step", "gpt2"], "no file was named; as in: headwise check --step gpt2 mine.py"),
+        (["--step", "gpt2"], "no file was given, as in: headwise check --step gpt2 mine.py"),
         (["--step", "per-head", "here.py"], "did you mean per_head?"),
         (["here.py", "--stp", "gpt2"], "did you mean --step?"),
-        (["--step", "gpt2", "--new", "gpt2", "mine.py"], "give one of them"),
+        (["--step", "gpt2", "--new", "gpt2", "mine.py"], "give only one of them"),
         (["--step", "gpt2", "here.py", "--d_in", "3"], "leave out d_in"),
         (["--step", "gpt2", "here.py:Name"], "leave out :Name"),
         (["--step", "gpt2", "here.py", "--hint", "4"], "--hint 4: there are the levels 1, 2 and 3"),
-        (["here.py", "--hint", "2"], "--hint 2: goes with --step"),
+        (["here.py", "--hint", "2"], "--hint 2: needs --step"),
         (
             ["--step", "here.py"],
-            "is a file, and no step; the steps are scalar, per_head, split, gpt2",
+            "is a file, not a step; the steps are scalar, per_head, split, gpt2",
         ),
     ],
 )
@@ -774,7 +774,7 @@ def test_a_steps_file_is_followed_by_its_step(
     monkeypatch.chdir(tmp_path)
     assert main(["check", "--new", "per_head", "mine.py"]) == 0
     assert main(["check", "mine.py"]) == 2
-    assert "or follow its step: headwise check --step per_head mine.py" in capsys.readouterr().err
+    assert "or check its step: headwise check --step per_head mine.py" in capsys.readouterr().err
     assert main(["check", "--step", "split", "mine.py"]) == 1
     said = capsys.readouterr().out
     assert "This looks like a file for `--step per_head`." in said
@@ -801,7 +801,9 @@ def test_an_option_alone_lists_what_it_takes(
     assert main(["check", option]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"headwise: {option}: name one of these, as in: headwise check {option} ")
+    assert err.startswith(
+        f"headwise: {option}: give one of these values, as in: headwise check {option} "
+    )
     assert listed in err
 
 

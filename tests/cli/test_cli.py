@@ -101,7 +101,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["spam"], "No such command 'spam'"),
         (["train", "--steps", "many"], "Invalid value for '--steps'"),
         (["train", "--spam"], "No such option: --spam"),
-        (["look", "The cat sat."], "The cat sat.): write --text before the words"),
+        (["look", "The cat sat."], "The cat sat.): put --text before a text"),
         (["train", "gone.txt"], "gone.txt: no such file"),
         (["train", "--steps", "0"], "steps=0: must be at least 1"),
         (["train", "--heads", "5"], "heads=5: must be a divisor of width=128"),
@@ -150,7 +150,7 @@ def test_training_prints_a_summary(
     call = ["train", str(text), "--out", str(tmp_path / "m"), "--steps", "40", *TINY]
     assert main(call) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"held-out +\d\.\d{3} nats a token .*; bigram \d\.\d+, unigram \d\.\d+", out)
+    assert re.search(r"held-out +\d\.\d{3} nats per token .*; bigram \d\.\d+, unigram \d\.\d+", out)
     assert re.search(r"first copy \d\.\d\d, second copy \d\.\d\d", out)
     lines = re.findall(r"step (\d+) of 40: loss [\d.]+, held-out [\d.]+, [\d,]+ tokens/s, ", err)
     assert lines == [str(step) for step in range(2, 41, 2)]
@@ -166,7 +166,7 @@ def test_json_alone_is_printed_and_a_run_goes_on(
     first = json.loads(printed)
     assert (first["step"], first["finished"]) == (2, False)
     assert "stopped and saved at step 2 of 6" in err
-    command = err.partition("go on with: ")[2].split()
+    command = err.partition("continue with: ")[2].split()
     assert command == ["headwise", "train", "--resume", "--out", str(tmp_path / "m")]
     assert main([*command[1:], "--json"]) == 0
     last = json.loads(capsys.readouterr().out)

@@ -109,7 +109,7 @@ def test_an_empty_text_is_refused(text: str, capsys: pytest.CaptureFixture[str])
     [
         (["--model", "./gone"], "gone: no such folder"),
         (["--model", "."], "holds no config.json"),
-        (["--device", "tpu"], "--device tpu"),
+        (["--device", "tpu"], "--device must be cpu"),
     ],
 )
 @pytest.mark.parametrize("text", ["text.txt", ""])

@@ -30,16 +30,16 @@ def check(
         list[str] | None,
         typer.Argument(
             metavar="FILE.py[:Name] [--ARGUMENT VALUE]...",
-            help="The file, the class or function in it, and arguments of its constructor.",
+            help="The file, the class or function in it, and constructor arguments.",
             show_default=False,
         ),
     ] = None,
     step: Annotated[
         str | None,
-        typer.Option(help="Follow a step: scalar, per_head, split or gpt2 (on MAX gpt2-max)."),
+        typer.Option(help="Check a step: scalar, per_head, split, gpt2 or gpt2-max (Modular MAX)."),
     ] = None,
     new: Annotated[
-        str | None, typer.Option(help="Write FILE.py, a step's file with blanks to fill in.")
+        str | None, typer.Option(help="Write the template of a step, with blanks, to FILE.py.")
     ] = None,
     explain: Annotated[
         str | None, typer.Option(metavar="RULE", help="A lesson on one rule; `rules` lists them.")
@@ -48,38 +48,39 @@ def check(
         int | None,
         typer.Option(
             metavar="1|2|3",
-            help="With --step: hints that say what a line does, how, or show it. [default: 1]",
+            help="With --step: 1 describes the result of a line, 2 the computation, 3 shows the "
+            "line. [default: 1]",
         ),
     ] = None,
     arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An argument, in another way; may be given again."),
+        typer.Option(metavar="NAME=VALUE", help="A constructor argument; repeatable."),
     ] = None,
     call: Annotated[
         str | None,
         typer.Option(
             metavar="LAMBDA",
-            help='One call: "lambda layer, x, keep: layer(x, mask=keep)"; what it names of memory, '
-            "keep, allow, start and past is tested.",
+            help='An example call: "lambda layer, x, keep: layer(x, mask=keep)". Its parameters '
+            "(memory, keep, allow, start, past) select the tests.",
         ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds the file may take. [default: 60]")
+        float | None, typer.Option(help="Time limit for the file, in seconds. [default: 60]")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GiB of memory the file may take. [default: 4]")
+        float | None, typer.Option(help="Memory limit for the file, in GiB. [default: 4]")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Print every rule, and the inputs that show a mistake.")
+        bool, typer.Option("--all", help="Print every rule, and inputs that reveal the mistakes.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the verdict as one JSON object.")
     ] = False,
 ) -> int:
-    """Check an attention layer that you wrote: say what is wrong, where, and what to change.
+    """Check an attention layer that you wrote: name each mistake, its line, and a fix.
 
-    The file runs in a process of its own, with limits on time and memory. Exit code 0: no mistakes
-    found; 1: a mistake; 2: bad input, or one call has to be shown.
+    The file runs in a separate process, with limits on time and memory. Exit code 0: no mistakes
+    found; 1: a mistake; 2: bad input, or an example call is needed.
 
     Example: `headwise check attention.py:MultiHeadAttention --d_in 24 --num_heads 3`
     """
@@ -94,28 +95,28 @@ def check(
         if value is not None
     ]
     if hint is not None and step is None:
-        raise ValueError(f"--hint {hint}: goes with --step; as in: --step split mine.py --hint 2")
+        raise ValueError(f"--hint {hint}: needs --step, as in: --step split mine.py --hint 2")
     if len(modes) > 1:
-        raise ValueError(f"{' and '.join(modes)}: give one of them")
+        raise ValueError(f"{' and '.join(modes)}: give only one of them")
     if explain is not None:
         if words or arg:
-            raise ValueError(f"--explain {explain}: takes nothing beside it")
+            raise ValueError(f"--explain {explain}: takes no file and no arguments")
         listed = (f"{name}: {rule.statement}" for name, rule in ALL.items())
         print("\n".join(listed) if explain.lower() == "rules" else lesson(explain.lower()))
         return 0
     example = f"{modes[0]} {step or new} mine.py" if modes else USUAL
     if step is not None and not words and Path(step).suffix == ".py":
-        follow = _step_of(step).replace("or follow its step", "for this file")
+        follow = _step_of(step).replace("or check its step", "for this file")
         raise ValueError(
-            f"--step {step}: is a file, and no step; the steps are {', '.join(_steps().STEPS)}"
-            f"{follow or f'; as in: headwise check --step split {step}'}"
+            f"--step {step}: is a file, not a step; the steps are {', '.join(_steps().STEPS)}"
+            f"{follow or f', as in: headwise check --step split {step}'}"
         )
     target, values = parsed(words or [], arg or [], example)
     if call is not None and modes:
-        raise ValueError(f"{modes[0]}: takes no --call; leave it out")
+        raise ValueError(f"{modes[0]} and --call: give only one of them")
     if values and modes:
         raise ValueError(
-            f"{modes[0]}: takes no arguments of a constructor; leave out {', '.join(values)}"
+            f"{modes[0]}: takes no constructor arguments; leave out {', '.join(values)}"
         )
     if new is not None:
         _steps().write_template(new, Path(target))
@@ -140,21 +141,21 @@ def check(
                     print(f"headwise: {error}", file=sys.stderr)
                     return 2
                 raise ValueError(f"{error}{_step_of(target)}") from None
-    with ignore_broken_pipe():  # the exit code is an answer
+    with ignore_broken_pipe():  # the exit code must still report the verdict
         show(verdict, as_json, every)
     return 0 if verdict.passed else 1
 
 
 def _steps() -> ModuleType:
-    """Return the module of the steps, which takes a while to import."""
+    """Import and return the module of the steps, which is slow to import."""
     from ..check import steps
 
     return steps
 
 
 def choices(option: str) -> list[str]:
-    """Return a message for `--step`, `--new` or `--explain` alone: its use, and a line for each
-    value; empty for other options."""
+    """Return the lines of the message for `--step`, `--new` or `--explain` without a value: an
+    example, and a line for each value. Empty for other options."""
     if option not in ("--step", "--new", "--explain"):
         return []
     from ..check.rules import ALL
@@ -165,24 +166,24 @@ def choices(option: str) -> list[str]:
         use, rows = "gpt2 mine.py", {name: summary(name) for name in STEPS}
     wide = max(map(len, rows))
     listed = [f"  {name:{wide}}  {statement}" for name, statement in rows.items()]
-    return [f"{option}: name one of these, as in: headwise check {option} {use}", *listed]
+    return [f"{option}: give one of these values, as in: headwise check {option} {use}", *listed]
 
 
 def _step_of(target: str) -> str:
-    """Return the command that follows a step, if the file is a step's: its docstring says so."""
+    """Return the command for a step's file, which its docstring quotes; empty for other files."""
     path = Path(target)
     text = path.read_text("utf-8", "ignore") if path.is_file() else ""
     match = re.search(r"headwise check --step (\S+) ", text)
-    return f"; or follow its step: headwise check --step {match[1]} {target}" if match else ""
+    return f"; or check its step: headwise check --step {match[1]} {target}" if match else ""
 
 
 def parsed(
     words: Sequence[str], arguments: Sequence[str], usual: str = USUAL
 ) -> tuple[str, dict[str, str]]:
-    """Return the file and the constructor's arguments; `usual` is an example of them.
+    """Return the file and the constructor arguments; errors quote `usual` as an example.
 
     Raises:
-        ValueError: no file, or several; an argument without a value; an option that is misspelt.
+        ValueError: no file, or several; an argument without a value; a misspelled option.
 
     >>> parsed(["mha.py", "--d_in", "24", "--num-heads=3"], ["causal=true"])
     ('mha.py', {'d_in': '24', 'num_heads': '3', 'causal': 'true'})
@@ -197,12 +198,11 @@ def parsed(
         if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75):
             raise ValueError(
                 f"{word}: no such option; did you mean --{near[0]}? "
-                f"An argument of that name goes by --arg {name}=VALUE"
+                f"If it is a constructor argument, use --arg {name}=VALUE"
             )
         if not equals and (not rest or rest[0].startswith("--")):
             raise ValueError(
-                f"{word}: no such option; an argument of the constructor needs a value, "
-                f"as in {word} 24"
+                f"{word}: no such option; a constructor argument needs a value, as in {word} 24"
             )
         values[name] = value if equals else rest.pop(0)
     for text in arguments:
@@ -211,17 +211,17 @@ def parsed(
             raise ValueError(f"--arg {text}: give a name and a value, as in --arg num_heads=3")
         values[name] = value
     if len(files) != 1:
-        fault = "no file was named" if not files else f"{' '.join(files)}: one file at a time"
-        raise ValueError(f"{fault}; as in: headwise check {usual}")
+        fault = "no file was given" if not files else f"{' '.join(files)}: give only one file"
+        raise ValueError(f"{fault}, as in: headwise check {usual}")
     values = {name.replace("-", "_"): value for name, value in values.items()}
     bad = [name for name in values if not name.isidentifier()]
     if bad:
-        raise ValueError(f"{', '.join(bad)}: is no name of an argument")
+        raise ValueError(f"{', '.join(bad)}: not a valid argument name")
     return files[0], values
 
 
 def show(verdict: Verdict, as_json: bool, every: bool = False) -> None:
-    """Print a verdict: for programs, in colour on a terminal, or as plain lines."""
+    """Print a verdict: as JSON, in color on a terminal, or as plain lines."""
     if as_json:
         print(verdict.to_json())
         return
@@ -246,7 +246,7 @@ def _waiting() -> Iterator[Report]:
     status = console.status("checking …")
 
     def report(seconds: float) -> None:
-        status.start()  # not before the sandbox runs: it has a thread
+        status.start()  # only after the sandbox has started, as it starts a thread
         status.update(f"checking … {seconds:.0f} s")
 
     try:

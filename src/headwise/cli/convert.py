@@ -16,20 +16,22 @@ from .terminal import Quiet, bar
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="IN", help="A .safetensors file, or a folder with one or shards."),
+        typer.Argument(
+            metavar="IN", help="A .safetensors file, or a folder with a file or shards."
+        ),
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder, to write.")
+        Path, typer.Argument(metavar="OUT", help="The .safetensors file or folder to write.")
     ],
     to: Annotated[str, typer.Option("--to", help="The layout to write.")],
     from_: Annotated[
-        str | None, typer.Option("--from", help="The layout of IN; none: detected.")
+        str | None, typer.Option("--from", help="The layout of IN. Default: detected.")
     ] = None,
     heads: Annotated[
-        int | None, typer.Option(help="Query heads; none: from the shapes or config.json.")
+        int | None, typer.Option(help="Query heads. Default: from the shapes or config.json.")
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(help="Key/value heads; none: from the shapes.")
+        int | None, typer.Option(help="Key/value heads. Default: from the shapes.")
     ] = None,
     bias: Annotated[
         bool | None,
@@ -40,27 +42,27 @@ def convert(
     ] = None,
     rotary_dim: Annotated[
         int | None,
-        typer.Option(help="Rotated features of a head; none: as in config.json, or all."),
+        typer.Option(help="Rotated features of a head. Default: from config.json, else all."),
     ] = None,
     qk_norm_eps: Annotated[
         float | None,
-        typer.Option(help="Eps of the norms of queries and keys; none: as in config.json."),
+        typer.Option(help="Epsilon of the QK-norm. Default: from config.json."),
     ] = None,
     shard_gb: Annotated[
-        float, typer.Option(min=1e-6, help="Most gigabytes per file, if OUT is a folder.")
+        float, typer.Option(min=1e-6, help="Maximum size of a file in GB, if OUT is a folder.")
     ] = 5.0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing OUT.")
     ] = False,
     quiet: Quiet = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was done as one JSON object.")
+        bool, typer.Option("--json", help="Print a summary as one JSON object.")
     ] = False,
 ) -> int:
-    """Move attention weights from one implementation's layout to another's, exactly.
+    """Convert attention weights exactly from one implementation's layout to another.
 
-    Every attention layer is converted where it stands, other tensors go through as they are. What
-    OUT's layout cannot hold is refused by name, and nothing is written.
+    Every attention layer is converted; other tensors are copied unchanged. If the layout of OUT
+    cannot hold a parameter, the error names it and nothing is written.
 
     Example: `headwise convert gpt2/ ours.safetensors --from gpt2 --to headwise --heads 12`
     """

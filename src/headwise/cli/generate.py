@@ -15,33 +15,36 @@ from .terminal import SEEDS
 
 def generate(
     prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT", help="Text to go on from; - reads a pipe.")
+        list[str],
+        typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input."),
     ],
     model: Annotated[
         Path | None,
-        typer.Option(help="A Hugging Face GPT-2 folder; none: the built-in model."),
+        typer.Option(help="A Hugging Face GPT-2 folder. Default: the built-in model."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="0 always selects the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest with this total probability.")
+        float | None, typer.Option(help="Sample from the top tokens with this total probability.")
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Sample from those at least this likely, relative to the likeliest."),
+        typer.Option(help="Minimum probability, relative to that of the most likely token."),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS, help="The same seed generates the same text.")
     ] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given again.")
+        list[str] | None, typer.Option(help="Stop before this text; repeatable.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print an array: prompt, text, ids, reason.")
+        bool, typer.Option("--json", help="Print a JSON array: prompt, text, ids, reason.")
     ] = False,
 ) -> int:
-    """Write on after each prompt; one prompt is streamed as it comes.
+    """Continue each prompt; the text of a single prompt is streamed.
 
     Example: `headwise generate "If the expression is true, the suite is executed, and" --tokens 60`
     """

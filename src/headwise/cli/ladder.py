@@ -17,7 +17,7 @@ def ladder(
         typer.Option(
             "--sizes",
             metavar="BxTxExH",
-            help="Batch x length x width x heads; comma-separated, or given again.",
+            help="Batch x length x width x heads; comma-separated or repeated.",
             show_default="1x16x16x4,4x256x256x8",
         ),
     ] = None,
@@ -31,10 +31,10 @@ def ladder(
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
 ) -> int:
-    """Run every rung of the ladder on the same weights: equal first, then measured.
+    """Run every rung of the ladder on the same weights, verify the outputs, then time them.
 
-    Each figure stands beside its ratio to the rung before. A rung that is not equal to the
-    definition is named, nothing is timed, and the exit code is 1.
+    Each metric is shown with its ratio to the previous rung. If a rung differs from the
+    definition, the error names it, nothing is timed, and the exit code is 1.
 
     Example: `headwise ladder --sizes 1x16x16x4,2x128x64x4`
     """

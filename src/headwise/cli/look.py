@@ -51,19 +51,21 @@ def look(
         typer.Option(
             metavar="FOLDER|NAME",
             help="A Hugging Face folder of any architecture, or a model's name in its local cache; "
-            "none: the built-in model.",
+            "default: the built-in model.",
         ),
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|TEXT|-",
-            help="A UTF-8 file, the words themselves, - for a pipe; none: Python's manual.",
+            help="A UTF-8 file, the text itself, or - for a pipe. Default: Python's manual.",
         ),
     ] = None,
     texts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE|FOLDER", help="Many: a file's lines, or a folder's .txt files."),
+        typer.Option(
+            metavar="FILE|FOLDER", help="Texts: a file's lines, or a folder's .txt files."
+        ),
     ] = None,
     image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="An image, for vision transformers.")
@@ -71,12 +73,12 @@ def look(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="Input of the decoder; none: text that the model generates."
+            metavar="TEXT", help="Input of the decoder. Default: text that the model generates."
         ),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Most tokens to look at; none: the model's context, up to 2048."),
+        typer.Option(help="Maximum tokens to use. Default: the model's context, up to 2048."),
     ] = None,
     importance: Annotated[
         bool,
@@ -85,22 +87,23 @@ def look(
     ablation: Annotated[
         bool | None,
         typer.Option(
-            help="The loss without each head: one forward pass per head; small models have it.",
+            help="Loss without each head, one forward pass per head. Default: small models only.",
             show_default=False,
         ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A B", help="Two earlier results, pages or saved, side by side."),
+        typer.Option(metavar="A B", help="Compare two results (pages or saved JSON files)."),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS, help="Seed of the repeated random tokens.")
     ] = 0,
     title: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of the page; none: the model and the text.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Page title. Default: the model and the text."),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Heads in the table, the most salient first.")
+        int, typer.Option(min=1, metavar="N", help="Number of heads in the table, by salience.")
     ] = TOP,
     every: Annotated[
         bool, typer.Option("--all", help="Print every head, and every metric that fits.")
@@ -112,21 +115,21 @@ def look(
         typer.Option(help="The page to write. [default: headwise-look.html; none with --json]"),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Keep the result, as JSON.")
+        Path | None, typer.Option(metavar="FILE.json", help="Save the result as JSON.")
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Under torchrun: seconds to wait for another rank.")
     ] = TIMEOUT,
     quiet: Quiet = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print an array instead: a row for each head.")
+        bool, typer.Option("--json", help="Print a JSON array instead: a row for each head.")
     ] = False,
 ) -> int:
-    """See what every head of a model does on a text: a table, and one page that needs no network.
+    """Show what every head of a model does on a text, as a table and one offline page.
 
-    Takes causal models, encoders and encoder–decoders with a text, vision transformers with an
-    image. Of many texts, metrics are means with standard errors, and maps are of the first.
-    `torchrun` spreads many texts over processes.
+    Supports causal models, encoders and encoder–decoders with a text, and vision transformers with
+    an image. With many texts, metrics are means with standard errors, and maps show the first text.
+    `torchrun` distributes many texts over processes.
 
     Example: `headwise look --text "The cat sat on the mat, and the cat slept."`
 
@@ -139,15 +142,15 @@ def look(
         _check_places(out, None)
         asked = (model, text, texts, image, target, context, save, title)
         if any(one is not None for one in asked) or importance or ablation or launched():
-            raise LookError("--compare A B: reads two results; of the rest, only --out and --json")
+            raise LookError("--compare A B can be combined with --out and --json only")
         return _compare(*compare, out, as_json)
     if dtype not in DTYPES:
-        raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+        raise LookError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     with _ranks(timeout) as (first, once):
         once(lambda: _check_places(out, save))  # before the slow part
         where = _device(device)
         folder = gpt.builtin() if model is None else folder_of(model)
-        read_config(folder)  # a wrong model is reported before the text is read
+        read_config(folder)  # report an unusable model before reading the text
         what, name = _read(text, texts, image, once)
         with bar("loading", drawn=first and not quiet) as report:
             network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=where)
@@ -175,9 +178,9 @@ def look(
 
 @contextmanager
 def _ranks(timeout: float) -> Iterator[tuple[bool, Once]]:
-    """Join the processes that torchrun has started, if it has.
+    """Join the process group if torchrun started this process.
 
-    Gives True on the first one, and a function by which the first does something for all.
+    Yields True on the first rank, and a function that runs a function there and shares its result.
     """
     if not launched():
         yield True, lambda make: make()
@@ -189,7 +192,7 @@ def _ranks(timeout: float) -> Iterator[tuple[bool, Once]]:
 
 
 def _check_places(out: Path | None, save: Path | None) -> None:
-    """Raise ValueError where files cannot be where they are to be."""
+    """Raise LookError if an output file cannot be written."""
     if out is not None:
         check_out(out)
     if save is not None:
@@ -223,7 +226,7 @@ def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) 
     given = {"--text": text, "--texts": texts, "--image": image}
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) > 1:
-        raise LookError(f"{' and '.join(asked)}: give one of them")
+        raise LookError(f"{' and '.join(asked)}: give only one of them")
     if image is not None:
         return image, image.name
     if texts is not None:
@@ -231,7 +234,7 @@ def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) 
     if text is not None:
         if _is_text(text):
             return text, f"“{shorten(text, 60, placeholder='…')}”"
-        content = once(lambda: corpus.read_text(text))  # there is one standard input
+        content = once(lambda: corpus.read_text(text))  # ranks share one standard input
         return content, "standard input" if text == "-" else Path(text).name
     return corpus.manual_passage(), "Python's manual: with"
 
@@ -240,13 +243,12 @@ def _is_text(text: str) -> bool:
     """Return True if this is a text itself, and False if it names a file or a pipe.
 
     Raises:
-        LookError: it is empty; or no file has that name, but it ends or is parted as names of
-            files are, so that it is more likely misspelled.
+        LookError: it is empty; or it looks like a file name or path, but no such file exists.
     """
     if text == "-" or os.path.exists(text):
         return False
     if not text.strip():
-        raise LookError(f"--text {text!r}: the text is empty; give words, a file, or - for a pipe")
+        raise LookError(f"--text {text!r}: the text is empty; give a text, a file, or - for a pipe")
     if re.search(r"\.[a-zA-Z][a-zA-Z0-9]{0,4}$", text) or re.fullmatch(r"\S*[/\\]\S*", text):
         raise LookError(f"{text}: no such file; if it is the text itself, pipe it to --text -")
     return True
@@ -258,8 +260,8 @@ def _name(path: Path) -> str:
 
 def _device(name: str) -> str:
     if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        there = "cpu or cuda" if torch.cuda.is_available() else "cpu, as there is no CUDA here"
-        raise LookError(f"--device {name}: give {there}")
+        there = "cpu or cuda" if torch.cuda.is_available() else "cpu (CUDA is not available)"
+        raise LookError(f"--device must be {there}, got {name}")
     return name
 
 
@@ -290,7 +292,9 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
         changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
         drawn, left_out = fit_table(changes, screen.width, format_difference)
         before = f"A: {names[0]}\nB: {names[1]}\nB − A of every metric:"
-        after = [f"{alone} heads are in only one of the two and are omitted."] if alone else []
+        after = (
+            [f"{alone} heads are in only one of the two results and are omitted."] if alone else []
+        )
         if left_out:
             after.append(f"Omitted columns: {'; '.join(left_out)} (see --json).")
         _print(screen, before, drawn, "\n".join(after))
@@ -300,6 +304,6 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
 
 
 def _change(before: list[str], after: list[str]) -> str:
-    """Return the labels of two looks in a few words."""
+    """Describe the change of labels between two results."""
     names = [", ".join(labels) or NO_LABEL for labels in (before, after)]
     return names[0] if names[0] == names[1] else " → ".join(names)

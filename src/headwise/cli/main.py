@@ -1,8 +1,8 @@
 """The command line: `headwise look`, `trace`, `timeline`, `check`, `convert`, `ladder`, `train`
 and `generate`.
 
-Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
-and what to do), 130 stopped with Ctrl-C.
+Exit codes: 0 success, 1 a mistake was found, 2 bad input (one line on standard error gives the
+reason and a fix), 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     code: Any = 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # characters that it cannot encode
+            stream.reconfigure(errors="backslashreplace")  # for characters it cannot encode
     try:
         command = _without_flag_metavars(typer.main.get_command(app))
         with ignore_broken_pipe():
             code = command.main(arguments, "headwise", standalone_mode=False)
-    except SystemExit:  # typer's own end after a broken pipe
+    except SystemExit:  # raised by typer after a broken pipe
         return 0
     except (KeyboardInterrupt, typer.Abort):
         return STOPPED
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _bad_input(str(error))
     except Exception as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            return _bad_input(f"there is not enough memory for that ({error!r:.200})")
+            return _bad_input(f"not enough memory ({error!r:.200})")
         if not isinstance(error, usage_error):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _without_flag_metavars(command: Any) -> Any:
-    """Remove the type of a value from flags in the help of commands, as they take none."""
+    """Remove the value's type from flags in the help of commands: flags take no value."""
     for one in (command, *getattr(command, "commands", {}).values()):
         for parameter in one.get_params(typer.Context(one)):
             if getattr(parameter, "is_flag", False):
@@ -77,14 +77,14 @@ def _without_flag_metavars(command: Any) -> Any:
 
 
 def _usage_message(error: Any) -> list[str]:
-    """Return typer's message with a hint: the values of an option, or how to give a text."""
+    """Return typer's message with a hint: the values of an option, or the use of --text."""
     message: str = error.format_message()
     if "requires an argument" in message and (listed := choices(getattr(error, "option_name", ""))):
         return listed
     command = getattr(getattr(error, "ctx", None), "command", None)
     names = [name for one in getattr(command, "params", ()) for name in one.opts]
     if "extra argument" in message and "--text" in names:
-        message += ": write --text before the words of a text, and --model before a model"
+        message += ": put --text before a text, and --model before a model"
     return [message]
 
 

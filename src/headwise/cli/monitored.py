@@ -1,4 +1,4 @@
-"""`headwise train --monitor`: a run's heads recorded while it trains, and their timeline."""
+"""`headwise train --monitor`: record every head during training, and write the timeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..telemetry import RULES, Monitor
 
 PAGE = "timeline.html"
 RECORDS = 200
-"""Steps of a whole run that are recorded, or all where it has fewer."""
+"""Approximate number of steps recorded in a run; all, if it has fewer."""
 
 
 def recording(
@@ -25,8 +25,8 @@ def recording(
 ) -> Callable[[Run], AbstractContextManager[Callable[[Progress], None] | None]]:
     """Return a context for training: a monitor, if `monitor` is set or a resumed run had one.
 
-    At the end, whatever that is, the timeline is written. A run that replaces another leaves
-    nothing of its history. Of several ranks, all monitor, and the first one writes.
+    The timeline is written when the run ends, also after an error. A run that replaces another
+    deletes its history. With several ranks, all monitor, and the first one writes.
     """
 
     def during(run: Run) -> AbstractContextManager[Callable[[Progress], None] | None]:
@@ -70,7 +70,7 @@ def _write_page(folder: Path) -> None:
     except NothingRecordedError:
         return
     except (ValueError, OSError) as error:
-        _print(f"there is no timeline: {error}")
+        _print(f"the timeline was not written: {error}")
         return
     named = len({(alarm.layer, alarm.head) for alarm in run.alarms})
     _print(f"{named} of {len(run.heads)} heads with an alarm; timeline: {page}")

@@ -17,16 +17,16 @@ SEEDS = 2**63 - 1  # the largest seed of PyTorch's generators
 STOPPED = 130  # the exit code of a program that Ctrl-C ended
 
 WIDTH = 120
-"""The number of columns where there is no terminal."""
+"""The number of columns if standard output is not a terminal."""
 
 TIMEOUT = 600.0
-"""Seconds until a rank that hangs is given up: a first step may compile."""
+"""Seconds to wait for another rank; long, because a first step may compile."""
 
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no remarks.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress and notes.")]
 
 
 def console() -> Console:
-    """Return standard output: as wide as its terminal or `COLUMNS` says, else `WIDTH`.
+    """Return a console on standard output, as wide as the terminal or `COLUMNS`, else `WIDTH`.
 
     `NO_COLOR` turns colors off.
     """
@@ -36,9 +36,9 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def paged(console: Console, lines: int) -> Iterator[None]:
-    """Show what is printed meanwhile in a pager, where so many lines are more than a terminal has.
+    """Show text printed inside the block in a pager if `lines` exceeds the terminal's height.
 
-    The pager is that of `PAGER`, and mostly `less`, which leaves short texts on the screen.
+    The pager is `PAGER`, usually `less`, which leaves short texts on the screen.
     """
     if not console.is_terminal or lines < console.height:
         yield
@@ -50,9 +50,9 @@ def paged(console: Console, lines: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Show progress on standard error as a bar; where that is no terminal, show none.
+    """Show a progress bar on standard error if it is a terminal.
 
-    Gives a function of the current task and the share of it that is done.
+    Yields a function that takes the current task and its completed share.
     """
     errors = Console(stderr=True)
     if not drawn or not errors.is_terminal:
@@ -72,7 +72,7 @@ def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], No
 
 @contextlib.contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """Go on after the reader of standard output, such as `head`, has closed its pipe."""
+    """Continue after the reader of standard output, such as `head`, has closed its pipe."""
     try:
         yield
         sys.stdout.flush()
@@ -83,6 +83,6 @@ def ignore_broken_pipe() -> Iterator[None]:
 
 
 def launched() -> bool:
-    """Return True if a launcher such as `torchrun` has started this process as one of several."""
+    """Return True if a launcher such as `torchrun` started this process as one of several."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in names) and int(os.environ["WORLD_SIZE"]) > 1

@@ -1,4 +1,4 @@
-"""`headwise timeline`: a training's heads over its steps, while it runs or after."""
+"""`headwise timeline`: every head over the training steps, during a run or after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..report.timeline import (
 
 PAGE = Path("headwise-timeline.html")
 MOST_ALARMS = 10
-"""Alarms that are printed; the page and `--json` have all."""
+"""Maximum number of alarms printed; the page and `--json` have all."""
 
 
 def timeline(
@@ -37,28 +37,28 @@ def timeline(
     compare: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN2", help="Another run of the model, and B − A.", show_default=False
+            metavar="RUN2", help="Another run of the model; shows B − A.", show_default=False
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help=f"The page.  [default: {PAGE}]", show_default=False)
+        Path | None, typer.Option(help=f"The page to write. [default: {PAGE}]", show_default=False)
     ] = None,
     watch: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
             min=1,
-            help="Write the page anew so often while the training runs, until Ctrl-C; an open page "
-            "reads itself anew.",
+            help="Rewrite the page at this interval during training, until Ctrl-C; an open page "
+            "reloads automatically.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print steps, alarms and the last figures as one JSON object."),
+        typer.Option("--json", help="Print steps, alarms and last metrics as one JSON object."),
     ] = False,
 ) -> int:
-    """Show every head of a training over its steps, with alarms, as one offline page.
+    """Write one offline page with every head over the training steps, and alarms.
 
     Example: `headwise timeline notes-gpt --watch 10`
     """
@@ -86,11 +86,11 @@ def _write(runs: list[Timeline], out: Path, reread: float | None = None) -> None
     write_timeline(runs[0], out, other=runs[1] if len(runs) > 1 else None, reread=reread)
 
 
-# --- while a training runs -------------------------------------------------------------------
+# --- during training -------------------------------------------------------------------------
 
 
 def _watch(paths: list[Path], out: Path, every: float) -> int:
-    """Write the page whenever there is more, until Ctrl-C; then once more, as one that stays."""
+    """Rewrite the page when there are new steps, until Ctrl-C; then write it without reloading."""
     shown: list[Timeline] = []
     try:
         for runs in _newer(paths, every):
@@ -105,7 +105,7 @@ def _watch(paths: list[Path], out: Path, every: float) -> int:
 
 
 def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
-    """Yield the runs as they are, and again whenever there is more of them."""
+    """Yield the runs, and again whenever they have new steps."""
     before, waiting, begun = None, "", False
     while True:
         now = [_state(path) for path in paths]
@@ -125,18 +125,18 @@ def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
 
 
 def _state(path: Path) -> list[tuple[int, int]]:
-    """Return time and size of the file and of its log, which change with every write."""
+    """Return time and size of the history and of its log, which change with every write."""
     file = file_of(path)
-    log = file.with_name(f"{file.name}-wal")  # readers leave an empty one
+    log = file.with_name(f"{file.name}-wal")  # readers leave an empty log
     files = [one.stat() for one in (file, log) if one.exists()]
     return [(one.st_mtime_ns, one.st_size) for one in files if one.st_size]
 
 
-# --- what is printed -------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------
 
 
 def _document(runs: list[Timeline]) -> dict[str, Any]:
-    """Return one run; or two, and the last metrics' differences."""
+    """Return one run; or two runs and the differences of their last metrics."""
     if len(runs) == 1:
         return runs[0].document()
     a, b, left_out = matched(*runs)
@@ -148,7 +148,7 @@ def _document(runs: list[Timeline]) -> dict[str, Any]:
 
 
 def _summary(runs: list[Timeline]) -> str:
-    """Return runs and their alarms as text."""
+    """Describe runs and their alarms as text."""
     lines = []
     for letter, run in zip("AB", runs, strict=False):
         name = run.name if len(runs) == 1 else f"{letter}: {run.name}"

@@ -1,4 +1,4 @@
-"""`headwise trace`: a prompt, shaded by what the model's answer attended to."""
+"""`headwise trace`: show the tokens of a prompt that the model's answer attended to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .terminal import Quiet, bar
 
 PAGE = Path("headwise-trace.html")
 PLACES = 8
-"""Tokens of the prompt that are printed, those with the most attention first."""
+"""Number of prompt tokens printed, by decreasing attention."""
 
 
 def trace(
@@ -30,7 +30,7 @@ def trace(
         typer.Argument(
             metavar="[FOLDER|NAME]",
             help="A Hugging Face folder of a causal model, or a model's name in its local cache; "
-            "none: the built-in model.",
+            "default: the built-in model.",
         ),
     ] = None,
     prompt: Annotated[
@@ -39,11 +39,11 @@ def trace(
     document: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="A text before the prompt, and a segment; may be given again."
+            metavar="FILE", help="A text before the prompt, shown as a segment; repeatable."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
-    sinks: Annotated[int, typer.Option(min=0, help="Tokens at the start that are sinks.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 64,
+    sinks: Annotated[int, typer.Option(min=0, help="Tokens at the start that count as sinks.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
@@ -55,10 +55,10 @@ def trace(
         bool, typer.Option("--json", help="Print text, heads, segments and tokens as one object.")
     ] = False,
 ) -> int:
-    """Generate an answer, and see what each of its tokens attended to in the prompt.
+    """Generate an answer, and show which tokens of the prompt each of its tokens attended to.
 
-    Writes one page that needs no network. Heads that copy from the prompt are named (retrieval
-    heads); documents are segments.
+    Writes one offline page. Retrieval heads, which copy from the prompt, are listed; each document
+    is a segment.
 
     Example: `headwise trace my-llama --document report.txt --prompt question.txt`
     """
@@ -66,7 +66,7 @@ def trace(
     if out is not None:
         check_out(out)  # before the slow part
     if dtype not in DTYPES:
-        raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+        raise LookError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     place = _device(device)
     folder = gpt.builtin() if model is None else folder_of(model)
     documents = {path.name: corpus.read_text(str(path)) for path in document or ()}

@@ -1,4 +1,4 @@
-"""`headwise train`: a small GPT, its progress, and Ctrl-C."""
+"""`headwise train`: train a small GPT, show progress, and save on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .terminal import STOPPED, TIMEOUT, Quiet, launched
 
 
 def _setting(name: str, help: str, *flags: str) -> Any:
-    """Return an option of `train`; it is None unless given, and shows the setting's default."""
+    """Return an option that is None unless given; its help shows the default of the setting."""
     default = getattr(TrainConfig, name)
     return typer.Option(*flags, help=f"{help} [default: {default}]", show_default=False)
 
@@ -33,30 +33,30 @@ def _setting(name: str, help: str, *flags: str) -> Any:
 def train(
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT", help="UTF-8 files; none: Python's own manual."),
+        typer.Argument(metavar="TEXT", help="UTF-8 files. Default: Python's own manual."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.")] = Path(
+    out: Annotated[Path, typer.Option(help="New or empty folder for the model.")] = Path(
         "headwise-gpt"
     ),
-    steps: Annotated[int | None, _setting("steps", "Steps of the whole run.")] = None,
+    steps: Annotated[int | None, _setting("steps", "Total training steps.")] = None,
     batch: Annotated[int | None, _setting("batch", "Rows per step.")] = None,
     context: Annotated[int | None, _setting("context", "Tokens per row.")] = None,
-    layers: Annotated[int | None, _setting("layers", "Layers.")] = None,
+    layers: Annotated[int | None, _setting("layers", "Number of layers.")] = None,
     heads: Annotated[int | None, _setting("heads", "Heads per layer.")] = None,
     width: Annotated[int | None, _setting("width", "Width of the residual stream.")] = None,
     vocab: Annotated[
         int | None, _setting("vocab", "Vocabulary size of the byte-level BPE.")
     ] = None,
-    lr: Annotated[float | None, _setting("lr", "Highest learning rate.")] = None,
+    lr: Annotated[float | None, _setting("lr", "Peak learning rate.")] = None,
     warmup: Annotated[
-        int | None, _setting("warmup", "Steps of warm-up; then a cosine to 0.")
+        int | None, _setting("warmup", "Warm-up steps; cosine decay to 0 follows.")
     ] = None,
     weight_decay: Annotated[
-        float | None, _setting("weight_decay", "Weight decay of matrices.")
+        float | None, _setting("weight_decay", "Weight decay of weight matrices.")
     ] = None,
-    clip: Annotated[float | None, _setting("clip", "Largest norm of the gradient.")] = None,
+    clip: Annotated[float | None, _setting("clip", "Maximum gradient norm.")] = None,
     dropout: Annotated[
-        float | None, _setting("dropout", "On embeddings and the residual stream.")
+        float | None, _setting("dropout", "Dropout of embeddings and the residual stream.")
     ] = None,
     repeats: Annotated[
         float | None, _setting("repeats", "Share of rows of repeated random tokens.")
@@ -65,15 +65,15 @@ def train(
         bool | None,
         _setting(
             "sinusoids",
-            "Start the position table as sinusoids, or at random.",
+            "Initialize the position table with sinusoids, or at random.",
             "--sinusoids/--no-sinusoids",
         ),
     ] = None,
     sinusoid_std: Annotated[
-        float | None, _setting("sinusoid_std", "Standard deviation of these sinusoids.")
+        float | None, _setting("sinusoid_std", "Standard deviation of the sinusoids.")
     ] = None,
     sinusoid_base: Annotated[
-        float | None, _setting("sinusoid_base", "Longest wavelength of these, over 2π.")
+        float | None, _setting("sinusoid_base", "Longest wavelength of the sinusoids ÷ 2π.")
     ] = None,
     held_out: Annotated[
         float | None, _setting("held_out", "Share of the text that is held out.")
@@ -85,24 +85,24 @@ def train(
     ] = None,
     device: Annotated[str | None, _setting("device", "auto, cpu or cuda.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, bit for bit.")
+        bool, typer.Option("--resume", help="Continue the run in --out, bit for bit.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in --out.")
     ] = False,
     stop_after: Annotated[
-        int | None, typer.Option(min=1, help="Stop, saved, after so many steps.")
+        int | None, typer.Option(min=1, help="Save and stop after this many steps.")
     ] = None,
     monitor: Annotated[
         bool,
         typer.Option(
-            "--monitor", help="Record every head while it trains: alarms, and a timeline in --out."
+            "--monitor", help="Record every head: print alarms, and write a timeline into --out."
         ),
     ] = False,
     parallel: Annotated[
         str | None,
         typer.Option(
-            help="Under torchrun: ddp, the whole model on each rank, or fsdp, a share of it. "
+            help="Under torchrun: ddp (each rank holds the whole model) or fsdp (a shard of it). "
             "[default: ddp]",
             show_default=False,
         ),
@@ -117,7 +117,8 @@ def train(
 ) -> int:
     """Train a small GPT on text files, or on Python's own manual.
 
-    Ctrl-C saves and says how to go on. `torchrun` spreads each step's rows over processes.
+    Ctrl-C saves the run and prints the command to continue. `torchrun` distributes the rows of
+    each step over processes.
 
     Example: `headwise train notes.txt --out notes-gpt --steps 2000`
 
@@ -131,7 +132,7 @@ def train(
     given = {name: options[name] for name in names if options[name] is not None}
     if resume and given:
         raise ValueError(
-            f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
+            f"--resume continues with the settings of the run; leave out {', '.join(given)}"
         )
     with _ranks(parallel, timeout) as (ranks, interrupted):
         with training_bar(shown=ranks.rank == 0 and not quiet) as report:
@@ -149,9 +150,10 @@ def train(
         if ranks.rank == 0:
             print(json.dumps(asdict(summary)) if as_json else summary_text(summary), flush=True)
             if not summary.finished:
+                folder = escaped(shlex.quote(str(out)))
                 print(
                     f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
-                    f"go on with: headwise train --resume --out {escaped(shlex.quote(str(out)))}",
+                    f"continue with: headwise train --resume --out {folder}",
                     file=sys.stderr,
                 )
         return STOPPED if interrupted() else 0
@@ -161,14 +163,15 @@ def train(
 def _ranks(
     strategy: str | None, timeout: float
 ) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
-    """Give the processes that train, and a function that returns True once a signal asks to stop.
+    """Yield the training ranks, and a function that returns True after a signal to stop.
 
-    Models that this command creates fit on one device, where `ddp` moves the fewest bytes.
+    `ddp` is the default: models of this command fit on one device, and it transfers the fewest
+    bytes.
     """
     if not launched():
         if strategy is not None:
             raise ValueError(
-                f"--parallel {strategy}: this is one process; start several with torchrun: "
+                f"--parallel {strategy} needs several processes; start them with torchrun: "
                 f"torchrun --nproc-per-node 2 -m headwise train …"
             )
         with until_signalled(signal.SIGINT) as signalled:
@@ -177,16 +180,16 @@ def _ranks(
     from ..parallel.group import joined  # torch.distributed takes a while to import
     from ..parallel.training import DataParallelRanks
 
-    # The terminal and torchrun both send Ctrl-C to each rank, so neither ends the program.
+    # The terminal and torchrun both send Ctrl-C to each rank, so a repeated signal is ignored.
     with until_signalled(signal.SIGINT, signal.SIGTERM, once=False) as signalled, joined(timeout):
         yield DataParallelRanks(strategy or "ddp"), signalled
 
 
 @contextlib.contextmanager
 def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], bool]]:
-    """Give a function that returns True after one of these signals.
+    """Yield a function that returns True after one of these signals.
 
-    With `once`, the same signal then ends the program if it comes again.
+    With `once`, a second signal of the same kind has its usual effect.
     """
     received, before = False, {number: signal.getsignal(number) for number in numbers}
 
@@ -207,7 +210,7 @@ def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], b
 
 @contextlib.contextmanager
 def training_bar(*, shown: bool = True) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar on standard error, and a line for every measurement on held-out text."""
+    """Show a bar on standard error, and a line for every held-out loss."""
     console = Console(stderr=True, quiet=not shown)
     columns = (
         TextColumn("training"),
@@ -246,13 +249,13 @@ def _duration(seconds: float) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """Return the summary as text."""
+    """Format the summary as text."""
     return "\n".join(
         (
             f"text       {escaped(summary.source)}",
             f"           {summary.held_out_rule}",
-            f"held-out   {summary.held_out_loss:.3f} nats a token "
-            f"({summary.held_out_bits_per_byte:.2f} bits a byte); "
+            f"held-out   {summary.held_out_loss:.3f} nats per token "
+            f"({summary.held_out_bits_per_byte:.2f} bits per byte); "
             f"bigram {summary.bigram_loss:.3f}, unigram {summary.unigram_loss:.3f}",
             f"repeats    first copy {summary.repeats_first_loss:.2f}, "
             f"second copy {summary.repeats_second_loss:.2f}",
