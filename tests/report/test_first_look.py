@@ -100,7 +100,7 @@ def test_a_single_word_is_a_text(
 def test_an_empty_text_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--text", text)
     assert (code, out) == (2, "")
-    assert err.startswith(f"headwise: --text {text!r}: the text is empty; give words")
+    assert err.startswith(f"headwise: --text {text!r}: the text is empty; give a text")
     assert err.count("\n") == 1
 
 
