@@ -18,7 +18,7 @@ from headwise.stats.record import Record
 from headwise.stats.statistic import Statistic
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
 
-FEW = "of few queries it costs less than a call, which pads and copies all keys"
+FEW = "for few queries it costs less than a call, which pads and copies all keys"
 BENT = "softcap is not linear in the scores"
 
 
@@ -94,7 +94,7 @@ def test_it_is_done_as_it_is_said(
     )
     calls -= ways.get("entropy", "").endswith(together)
     assert done["call"] == calls
-    by_rows = [name for name, way in ways.items() if "a gradient is wanted" in way]
+    by_rows = [name for name, way in ways.items() if "a gradient is required" in way]
     assert bool(done["in_rows"]) == bool(by_rows)
 
 
@@ -135,25 +135,25 @@ def test_crowded_patterns_are_said_to_be_read_in_rows(share: float, done: Counte
         (
             (hw.Entropy(), hw.Distance()),
             {"softcap": 30.0},
-            {"distance": "a pass over the scores: it is made for entropy anyhow"},
+            {"distance": "a pass over the scores: it is needed for entropy anyway"},
         ),
         (
             (hw.Entropy(),),
             {"mask": hw.ALiBi()},
-            {"entropy": "a pass over the scores: the scores carry a bias"},
+            {"entropy": "a pass over the scores: the scores include a bias"},
         ),
         (
             (hw.Entropy(), hw.Received()),
             {},
             {
-                "entropy": "a pass over the scores: it is made for received anyhow",
+                "entropy": "a pass over the scores: it is needed for received anyway",
                 "received": "a pass over the scores",
             },
         ),
         ((hw.Entropy(),), {"queries": 1}, {"entropy": f"a pass over the scores: {FEW}"}),
         ((hw.LSE(), hw.Sink()), {}, {"lse": "the kernel's own", "sink": "from the log-sum-exp"}),
         ((hw.Map(7),), {}, {"map": "identity: 2 more calls"}),
-        ((hw.Similarity(3),), {}, {"similarity": f"drawn rows of P: 3 of {T}"}),
+        ((hw.Similarity(3),), {}, {"similarity": f"sampled rows of P: 3 of {T}"}),
         ((hw.OutputNorm(),), {}, {"output_norm": "from the output"}),
     ],
     ids=str,
@@ -180,7 +180,7 @@ def test_a_statistic_of_ones_own_need_not_say() -> None:
             return {}
 
     said = hw.explain(*qkv(), Agreement())
-    assert said.statistics == {"agreement": "as the statistic itself reads it"}
+    assert said.statistics == {"agreement": "as defined by the statistic"}
 
 
 def test_without_statistics_it_is_about_the_call_alone() -> None:

@@ -318,7 +318,7 @@ def test_running_sums_that_do_not_add_up_are_refused() -> None:
     one = run(x=Reading(torch.zeros(1, 2, 3), rows))
     with pytest.raises(ValueError, match="x of 2 heads and y of 2 heads do not add up"):
         one + run(y=Reading(torch.zeros(1, 2, 3), rows))
-    with pytest.raises(ValueError, match="'x' is not the same figure in both"):
+    with pytest.raises(ValueError, match="'x' is not the same metric in both"):
         one + run(x=Reading(torch.zeros(1, 2), largest=True))
     keys = run(x=Reading(torch.zeros(1, 2, 3), per_key=True))
     with pytest.raises(ValueError, match="batches of 1 and 4 do not add up"):
@@ -549,7 +549,7 @@ def test_modules_may_be_several_patterns(unchecked: None) -> None:
         ([hw.LSE()], 2.5, "queries=2.5: give a whole number"),
         ([hw.LSE()], True, "queries=True: give a whole number"),
         ([hw.LSE()], [], r"queries=\[\]: give a whole number"),
-        ([hw.LSE()], [3, 5, 3], "a query is named twice"),
+        ([hw.LSE()], [3, 5, 3], "a query is listed twice"),
         ([hw.LSE()], torch.ones(3, dtype=torch.bool), "give a whole number"),
     ],
 )

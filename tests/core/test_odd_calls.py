@@ -166,7 +166,7 @@ def layer(embed_dim: Any = 24, **options: Any) -> hw.MultiHeadAttention:
         *((x, "a whole number of queries") for x in (Ellipsis, [None], [[1, 2]], long(3)[0])),
         *((x, "there are 5 queries") for x in ([2**70], [N], [-N - 1])),
         *((x, "at least one query") for x in (0, -1, np.int64(0))),
-        ([1, 1], "named twice"),
+        ([1, 1], "listed twice"),
     ],
     ids=str,
 )

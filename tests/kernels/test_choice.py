@@ -74,6 +74,6 @@ def test_explain_names_the_unit(machine: Any) -> None:
     q = torch.zeros(1, 1, 2, 64)
     machine("avx2")
     assert hw.explain(q, q, q).unit == "avx2"
-    assert "→ native   can serve this call by avx2" in str(hw.explain(q, q, q))
+    assert "→ native   can run this call with avx2" in str(hw.explain(q, q, q))
     double = hw.explain(q.double(), q.double(), q.double())
     assert double.unit == ""

@@ -220,13 +220,13 @@ def test_faults_are_named() -> None:
         running["first"]
     with pytest.raises(KeyError, match="'top_keys' is a list for every query"):
         running["top_keys"]
-    with pytest.raises(KeyError, match="'map' is no figure of single queries"):
+    with pytest.raises(KeyError, match="'map' is not a metric of single queries"):
         running.deviation("map")
     before = running["received"].clone()
     for bad, says in [
         (hw.observe(q[:1], k[:1], v[:1], hw.Entropy(), hw.Received()), "batch of 1 does not"),
         (hw.observe(q, k, v, hw.Received(), hw.Map(4)), re.escape("is [6, 4, 4] for each")),
-        (hw.observe(q[:, :3], k, v, hw.Received()), "3 heads.*the calls before had 6"),
+        (hw.observe(q[:, :3], k, v, hw.Received()), "3 heads.*earlier calls had 6"),
     ]:
         with pytest.raises(ValueError, match=says):
             running.add(bad)

@@ -1,4 +1,4 @@
-"""Read what every head did in a call, or in many."""
+"""Statistics of every head, over one call or many."""
 
 from .explain import Explanation
 from .record import Reading

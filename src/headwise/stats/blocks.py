@@ -1,8 +1,8 @@
 """Blocks of scores and probabilities, for statistics that are sums over keys or over queries.
 
-With the log-sum-exp known, a block of probabilities is `exp(q kᵀ − lse)` and final: nothing is
-rescaled, and every statistic that is a sum is taken from one pass over blocks that stay in cache.
-Where the log-sum-exp is too large for that, or a gradient is required, blocks are whole rows.
+Once the log-sum-exp is known, a block of probabilities is `exp(q kᵀ − lse)` and needs no rescaling,
+so one pass over blocks that stay in cache yields every statistic that is a sum. If the log-sum-exp
+is too large for that, or if a gradient is required, blocks are whole rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEAR = 2.0**-14
 """The largest unit in the last place of a log-sum-exp that probabilities are computed from."""
 
 LITTLE = -1e30
-"""The logarithm of no probability at all; finite, so that 0 · log 0 is 0."""
+"""The logarithm that stands for probability 0; finite, so that 0 · log 0 is 0."""
 
 GRAPH_BLOCKS = 32
 """The most blocks that a compiled graph holds, one after another."""
@@ -40,11 +40,11 @@ ROWS, KEYS = 128, 4096
 
 
 def near(lse: Tensor, sure: bool = False) -> bool:
-    """Return True if the logarithms of all rows are so small that differences keep their digits.
+    """Return True if every row's log-sum-exp is small enough that `s − lse` keeps its precision.
 
-    A log-sum-exp of 10⁹ in float32 is right to 32: `exp(s − lse)` may then be off by any factor,
-    as in a row whose scores are all −10⁹, and the row must be normalized anew (`Scores.rows`).
-    Of values that cannot be read, while compiling, it is False; `sure` says that they can be.
+    A log-sum-exp of 10⁹ in float32 is accurate only to 32, so `exp(s − lse)` may be off by any
+    factor, as in a row whose scores are all −10⁹; such rows must be renormalized (`Scores.rows`).
+    Return False if the values cannot be read (while compiling), unless `sure` is True.
     """
     if not sure and not readable(lse):
         return False
@@ -62,10 +62,10 @@ def near(lse: Tensor, sure: bool = False) -> bool:
 class ScoreBlock:
     """Probabilities of some queries, keys and heads.
 
-    `heads` is a range of `B · H` flattened; `p` and `log_p` are `[heads, t, s]`. Where a pair may
-    not attend (`hidden`, broadcastable to the same; `None` for nowhere), `p` is 0 and `log_p` a
-    large negative number. The next block overwrites them. Blocks of whole rows have the logarithm
-    of the learned sink's probability in `log_sink`, `[heads, t]`.
+    `heads` is a range of the flattened `B · H` axis; `p` and `log_p` are `[heads, t, s]`. At masked
+    pairs (`hidden`, broadcastable to the same shape; `None` if there are none), `p` is 0 and
+    `log_p` is a large negative number. The next block overwrites both. In blocks of whole rows,
+    `log_sink` `[heads, t]` is the logarithm of the learned sink's probability.
     """
 
     heads: slice
@@ -82,7 +82,7 @@ RowFigure = Callable[[ScoreBlock], Tensor]
 
 
 def entropy_of(block: ScoreBlock) -> Tensor:
-    """Return `−Σ p log p` of a block, that of the sink included where the block has it."""
+    """Return `−Σ p log p` of a block, including the sink's term if the block has one."""
     entropy = -torch.linalg.vecdot(block.p, block.log_p)
     if block.log_sink is None:
         return entropy
@@ -107,7 +107,7 @@ def ahead_of(positions: Tensor) -> RowFigure:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a call that is in the statistics' dtype, and its learned sinks."""
+    """The scores of a call in the statistics' dtype, and its learned sinks."""
 
     call: Call
     gradients: bool = False
@@ -122,27 +122,27 @@ class Scores:
         return self.call.q.device
 
     def logits(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores that enter the softmax at these rows and keys, and where they may."""
+        """Return the scores that enter the softmax at these rows and keys, and allowed pairs."""
         e, call = self.extent, self.call
         rows = q.unflatten(1, (e.kv_heads, e.group)).flatten(2, 3)  # the keys are not repeated
         scores = (rows @ k.mT).unflatten(2, (e.group, q.shape[2])).flatten(1, 2) * call.scale
         return finish_scores(scores, call.mask, e, i, j, softcap=call.softcap)
 
     def rows(self, rows: slice, keys: slice, queries: Tensor | None = None) -> ScoreBlock:
-        """Return a block of queries, normalized anew: right for scores of any size.
+        """Return a block of renormalized rows, which is accurate for scores of any magnitude.
 
-        Beyond `keys` none of them may attend. The block may be of `queries` `[t]` anywhere.
+        The queries must not attend to keys outside `keys`. `queries` `[t]` selects arbitrary rows.
         """
         i, j = grid(self.extent, self.device, rows, keys)
         i = i if queries is None else queries[:, None]
         q = self.call.q[:, :, rows if queries is None else queries]
         logits, allowed = self.logits(q, self.call.k[:, :, keys], i, j)
-        # A row without keys has no softmax: it gets a harmless one, of which nothing is left.
+        # A row without keys has no softmax: it gets a finite placeholder that is zeroed afterwards.
         entering = logits.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         if self.sinks is not None:
             sink = self.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
             entering = torch.cat([entering, sink], dim=-1)
-        least = torch.finfo(entering.dtype).min  # −inf times 0 would be no number
+        least = torch.finfo(entering.dtype).min  # −inf times 0 would be NaN
         log_p = torch.log_softmax(entering, dim=-1).clamp(min=least).flatten(0, 1)
         hidden, log_sink = ~allowed.flatten(0, 1), None
         if self.sinks is not None:
@@ -152,18 +152,18 @@ class Scores:
         return ScoreBlock(slice(0, len(log_p)), rows, keys, log_p.exp(), log_p, hidden, log_sink)
 
     def blocks(self, scores: int) -> Iterator[Any]:
-        """Cut the queries into blocks of so many scores; of a graph, into a bounded number."""
+        """Cut the queries into blocks of `scores` scores, or fewer blocks under a compiler."""
         e = self.extent
         if traced():
             scores = max(scores, -(-e.batch * e.heads * e.queries * e.keys // GRAPH_BLOCKS))
         return blocks(self.call.mask, e, self.device, scores)
 
     def row_figures(self, figures: Sequence[RowFigure]) -> list[Tensor]:
-        """Return figures `[B, H, n]` of whole rows, all from one pass.
+        """Return one sum over keys `[B, H, n]` per function, all from one pass over whole rows.
 
-        For a gradient a block is computed again in the backward pass, so that no T×T matrix is
-        kept. Without, results go where room was made beforehand, and the last block, which is
-        causally the largest, comes first: the heap gets no holes that the next does not fit in.
+        If a gradient is required, the backward pass recomputes each block, so no T×T matrix is
+        kept. Otherwise results are written into preallocated tensors, and the last block (the
+        largest under a causal mask) comes first, so that later blocks fit into its memory.
         """
         e, size = self.extent, SCORES_AT_A_TIME if self.gradients else SCORES_IN_CACHE
         cut, shape = self.blocks(size), (e.batch, e.heads)
@@ -202,7 +202,7 @@ class Accumulator(Protocol):
 def sweep(
     call: Call, lse: Tensor, sinks: Tensor | None, accumulators: Sequence[Accumulator]
 ) -> None:
-    """Give every block of probabilities to every accumulator."""
+    """Pass every block of probabilities to every accumulator."""
     if not (call.extent.batch and call.extent.queries and call.extent.keys):
         return
     found = _tiles(call, lse) if near(lse) else _whole_rows(Scores(call, sinks=sinks))
@@ -212,20 +212,20 @@ def sweep(
 
 
 def _whole_rows(scores: Scores) -> Iterator[ScoreBlock]:
-    """Yield every block of queries with a visible key, each row normalized anew."""
+    """Yield every block of queries that contains a visible key, with each row renormalized."""
     for cut in scores.blocks(SCORES_AT_A_TIME):
         if cut.keys.stop > cut.keys.start:
             yield scores.rows(cut.rows, cut.keys)
 
 
 def _tiles(call: Call, lse: Tensor) -> Iterator[ScoreBlock]:
-    """Yield every block with a visible key; each pair is in one block at most.
+    """Yield every block that contains a visible key; each pair is in at most one block.
 
-    `call` is in the statistics' dtype; `lse` `[B, H, T]` is its log-sum-exp, −inf in dead rows and
-    elsewhere so small that scores less it have all their digits.
+    `call` is in the statistics' dtype; `lse` `[B, H, T]` is its log-sum-exp: −inf in dead rows, and
+    otherwise small enough that `s − lse` keeps its precision.
     """
     e = call.extent
-    # Dead rows have no allowed key, so any finite number does for their log-sum-exp.
+    # Dead rows have no allowed key, so any finite log-sum-exp will do.
     base = lse.masked_fill(lse == -torch.inf, 0.0).flatten(0, 1)
     linear = call.softcap is None and not call.mask.biased
     q = call.q * call.scale if linear else call.q
@@ -252,7 +252,7 @@ def _tiles(call: Call, lse: Tensor) -> Iterator[ScoreBlock]:
 
 
 class _Room:
-    """Two tensors that every block is written into: fresh ones would cost more than the sums."""
+    """Two buffers reused for every block: allocating new ones would cost more than the sums."""
 
     def __init__(self, like: Tensor) -> None:
         self.log_p, self.p = like.new_empty(0), like.new_empty(0)
@@ -265,7 +265,7 @@ class _Room:
 
 
 class _Masked:
-    """The bias and the hidden pairs of some rows and keys, for any range of heads."""
+    """The bias and the masked pairs of some rows and keys, for any range of heads."""
 
     def __init__(self, call: Call, rows: slice, keys: slice) -> None:
         self.call, e = call, call.extent
@@ -273,7 +273,7 @@ class _Masked:
         bias, allowed = call.mask.bias(i, j, e), call.mask.allowed(i, j, e)
 
         def flat(table: Tensor) -> Tensor:
-            """Return `[1, t, s]` where all heads are alike, else `[B · H, t, s]`."""
+            """Return `[1, t, s]` if all heads are equal, else `[B · H, t, s]`."""
             table = table[(None,) * (4 - table.dim())]
             if table.shape[:2] == (1, 1):
                 return table[0]
@@ -283,7 +283,7 @@ class _Masked:
         self.hidden = None if allowed is None else flat(~allowed)
 
     def finish_(self, scores: Tensor, heads: slice, linear: bool) -> Tensor | None:
-        """Scale (unless that is done), softcap, bias and mask in place; return what is hidden."""
+        """Scale (unless done already), softcap, bias and mask in place; return the masked pairs."""
 
         def of(table: Tensor) -> Tensor:
             return table if len(table) == 1 else table[heads]

@@ -1,4 +1,4 @@
-"""Statistics that were taken without their graph: tensors which say so where a loss wants it."""
+"""Tensors of statistics without a graph, which raise a clear error when used in a loss."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 from ..core.modes import traced
 
 _NO_GRADIENT = (
-    "this statistic was taken without its graph and has no gradient; take it with gradients=True, "
-    "as in hw.watch(model, …, gradients=True), or say .detach() where none is meant"
+    "this statistic was computed without a graph and has no gradient; compute it with "
+    "gradients=True, as in hw.watch(model, …, gradients=True), or call .detach() on it"
 )
 
 
 class Detached(Tensor):
-    """A tensor like any other, but that `backward()` and `torch.autograd.grad` name its cause.
+    """A tensor for which `backward()` and `torch.autograd.grad` explain why it has no gradient.
 
-    What is computed of it alone is one too. A loss that it becomes a part of is a plain tensor, and
-    a warning says that this part has no gradient; after `.detach()` there is no warning.
+    Tensors computed only from `Detached` tensors are `Detached`, too. A loss that mixes one with
+    other tensors is a plain tensor, with a warning that this part has no gradient. `.detach()`
+    returns a plain tensor, which causes no warning.
     """
 
     @classmethod
@@ -42,7 +43,7 @@ class Detached(Tensor):
                 out = out.as_subclass(cls)
         return out
 
-    # What PyTorch gives to tensors of its own class alone.
+    # PyTorch supports these for its own tensor class only.
 
     def __repr__(self, **options: Any) -> str:
         return repr(self.as_subclass(Tensor))
@@ -58,7 +59,7 @@ class Detached(Tensor):
 
 
 def without_graph(values: Tensor) -> Tensor:
-    """Values that could have had a gradient and say that they have none."""
+    """Return the values as a `Detached` tensor, which explains why it has no gradient."""
     if values.requires_grad or type(values) is not Tensor:
         return values
     if traced() or torch._C._are_functorch_transforms_active():

@@ -1,4 +1,4 @@
-"""`Distance`: attention with the key's position as the value, and its absolute and spread."""
+"""`Distance`: the mean, absolute and spread of the distance that each query attends."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _ABSOLUTE = ("distance_absolute", "distance_share")
 class Distance(Statistic):
     """The mean distance that each query attends back, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
 
-    Negative where the mask lets a query look ahead and it does. `E[j]` is attention with the key's
-    position as the value. What a learned sink takes adds nothing to the distance.
+    Negative if a query attends mostly to later positions. `E[j]` is attention with the key's
+    position as the value. Weight on a learned sink adds nothing to the distance.
 
     Args:
-        spread: also the standard deviation of the key's position, `distance_spread`, among the
-            keys, from a pass over the scores (no gradient).
-        absolute: also `distance_absolute`, `E|i + S − T − j|` among the keys, ahead and behind; and
-            `distance_share`, the same as a share of what uniform attention over the visible keys
-            would have (1 as far, over 1 farther), of queries that see more than their own
-            position. From a pass over the scores where keys ahead are visible (no gradient).
+        spread: also compute `distance_spread`, the standard deviation of the key's position among
+            the keys, by a pass over the scores (no gradient).
+        absolute: also compute `distance_absolute`, `E|i + S − T − j|` among the keys, ahead and
+            behind, and `distance_share`, its ratio to the value for uniform attention over the
+            visible keys (above 1: farther than uniform), for queries that see more than their own
+            position. If keys ahead are visible, this takes a pass over the scores (no gradient).
 
     Source: Dosovitskiy et al. 2020, §4.5 (mean attention distance).
     """
@@ -93,7 +93,7 @@ class Distance(Statistic):
 class _Position(Need):
     """`E[j − position of i]` `[B, H, n]`, 0 in dead rows: attention with positions as values.
 
-    What a sink takes adds 0.
+    Weight on a sink adds 0.
     """
 
     name, kernel = "position", "ahead"
@@ -125,11 +125,11 @@ POSITION = _Position()
 
 
 class _EitherWay(OfPass):
-    """`E|i + S − T − j|` among the keys `[B, H, n]`, so that a sink does not count, 0 in dead rows;
-    and the same of uniform attention. No gradient.
+    """`E|i + S − T − j|` among the keys `[B, H, n]`, without the sink and 0 in dead rows; and its
+    value for uniform attention. No gradient.
 
-    Where nothing ahead is visible the first is the mean distance, so `POSITION` has it, and it is
-    `None`; else it takes a pass over the scores.
+    If no key ahead is visible, the first equals the mean distance, which `POSITION` holds, and is
+    `None` here; otherwise it takes a pass over the scores.
     """
 
     name = "apart"
@@ -160,9 +160,9 @@ _EITHER_WAY = _EitherWay()
 
 
 def _uniform_distance(view: View) -> Float[Tensor, "#B #H n"]:
-    """Return the mean of `|i + S − T − j|` over the visible keys: that of uniform attention.
+    """Return the mean of `|i + S − T − j|` over the visible keys: the value for uniform attention.
 
-    0 where there are none, or the query's own alone.
+    0 if a query sees no key, or only its own position.
     """
     extent, mask = view.extent, view.mask
     found = None if mask.biased else mask.key_ranges(extent, view.device)
@@ -181,7 +181,7 @@ def _uniform_distance(view: View) -> Float[Tensor, "#B #H n"]:
 
 
 def _away_before(key: Tensor, here: Tensor) -> Tensor:
-    """Return `Σ |here − j|` over keys `j < key`, up to what depends on `here` alone."""
+    """Return `Σ |here − j|` over keys `j < key`, up to a term that depends only on `here`."""
     behind = key * here - key * (key - 1) // 2
     ahead = here * (here + 1) // 2 + (key - 1 - here) * (key - here) // 2
     return torch.where(key <= here + 1, behind, ahead)
@@ -190,7 +190,7 @@ def _away_before(key: Tensor, here: Tensor) -> Tensor:
 class _Spread(OfPass):
     """The standard deviation of the position of the key, in tokens, `[B, H, n]`; 0 in dead rows.
 
-    Among the keys: what a sink takes has no position.
+    It is among the keys only: a sink has no position.
     """
 
     name = "spread"
@@ -210,7 +210,7 @@ _SPREAD = _Spread()
 class _Variance:
     """Running weight, mean and variance of key positions (Chan et al. 1979), for p among the keys.
 
-    A row's blocks come with very different weights; all of it is kept in float64.
+    The blocks of a row can have very different weights, so all sums are in float64.
     """
 
     def __init__(self, zeros: Tensor) -> None:

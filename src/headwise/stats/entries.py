@@ -1,4 +1,4 @@
-"""Single entries of P, from q, k and the log-sum-exp: O(D) an entry."""
+"""Single entries of P, from q, k and the log-sum-exp: O(D) per entry."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def entries(
     keys: Which = None,
     changed: bool = False,
 ) -> Float[Tensor, "B h t s"]:
-    """Return exactly these entries of P, `exp(s_ij − lse_i)`; `queries` counts those looked at.
+    """Return these entries of P, `exp(s_ij − lse_i)`; `queries` indexes the observed queries.
 
-    Where tensors of the call may have `changed` since, whole rows are held to the log-sum-exp.
+    If tensors of the call may have `changed`, the log-sum-exp of whole rows is checked first.
 
     Raises:
-        ValueError: a number that there is not, or none; tensors that have changed.
+        ValueError: an index is not a whole number or is out of range; tensors have changed.
     """
     view, lse = record.view, record.lse
     assert lse is not None
@@ -52,7 +52,7 @@ def entries(
 
 
 def _scores(view: View, h: Tensor, i: Tensor, j: Tensor) -> Float[Tensor, "B h t s"]:
-    """Return the scores of these heads, queries and keys, −∞ where the mask forbids."""
+    """Return the scores of these heads, queries and keys, −∞ at masked pairs."""
     e, call = view.extent, view.constant
     q = call.q[:, h][:, :, i]
     k = call.k[:, h // e.group][:, :, j]
@@ -68,7 +68,7 @@ def _scores(view: View, h: Tensor, i: Tensor, j: Tensor) -> Float[Tensor, "B h t
 
 
 def _must_hold(view: View, lse: Float[Tensor, "B H n"], h: Tensor, i: Tensor) -> None:
-    """Raise ValueError where the scores of these rows have another log-sum-exp than they had."""
+    """Raise ValueError if the log-sum-exp of these rows differs from the recorded one."""
     every = torch.arange(view.extent.keys, device=view.device)
     for some in i.split(_ROWS):
         now = _scores(view, h, some, every).logsumexp(-1)
@@ -79,16 +79,16 @@ def _must_hold(view: View, lse: Float[Tensor, "B H n"], h: Tensor, i: Tensor) ->
         if not torch.allclose(now, before, rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
             raise ValueError(
                 "seen.weights(…): q, k, the mask or the sinks were changed in place after they "
-                "were observed, and weights are read of them; read weights before, or observe a "
-                "copy, such as k.clone()."
+                "were observed, and weights are computed from them; read the weights first, or "
+                "observe a copy, such as k.clone()."
             )
 
 
 _ROWS = 64
-"""Of how many queries scores are made at once."""
+"""The number of queries whose scores are computed at once."""
 
 _CLOSE = 1e-3
-"""How far apart log-sum-exps of the same scores may be."""
+"""The largest difference allowed between log-sum-exps of the same scores."""
 
 
 def _index(wanted: Which, size: int, name: str) -> slice | list[int]:

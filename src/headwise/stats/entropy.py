@@ -21,8 +21,8 @@ from .statistic import Statistic
 class Entropy(Statistic):
     """Entropy of each row of P in nats, and as a share of its bound `log n_i`: both `[B, H, T]`.
 
-    A row with a single key has entropy 0 and no share; it stays out of the share's mean. A learned
-    sink is one outcome more: its `−p log p` is in the entropy, and the bound is `log(n_i + 1)`.
+    A row with a single key has entropy 0 and no share; the mean of the share excludes it. A learned
+    sink is one more outcome: the entropy includes its `−p log p`, and the bound is `log(n_i + 1)`.
 
     Source: Zhai et al. 2023 (entropy collapse); the identity: `log p_ij = s_ij − lse_i`.
     """
@@ -63,7 +63,8 @@ class Entropy(Statistic):
 class _Entropy(Need):
     """`−Σ_j p_ij log p_ij` of keys and sink, `[B, H, n]`.
 
-    By an extra call with the keys as values, where scores are linear in them; else from blocks.
+    It takes an extra call with the keys as values if scores are linear in the keys; otherwise it
+    comes from blocks of scores.
     """
 
     name = kernel = "entropy"
@@ -73,7 +74,7 @@ class _Entropy(Need):
         if setting.kernel:
             return Route(KERNEL)
         if setting.nonlinear:
-            return Route(ROWS, f"{setting.nonlinear}, and a gradient is wanted")
+            return Route(ROWS, f"{setting.nonlinear}, and a gradient is required")
         return Route(CALL) if setting.readable else Route(ROWS, UNREADABLE)
 
     def row_figure(self, work: Work) -> RowFigure:
@@ -94,7 +95,7 @@ class _Entropy(Need):
 
     @staticmethod
     def _by_identity(work: Work) -> Tensor | None:
-        """Return the entropy by an extra call; `None` where it is a difference of large numbers."""
+        """Return the entropy from an extra call, or `None` if rounding would make it inaccurate."""
         seen, lse = work.keys_seen
         call, sinks = work.view.call, work.view.sinks
         entropy = identities.entropy(lse, call.q, seen[..., : call.q.shape[-1]], call.scale)

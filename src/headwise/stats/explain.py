@@ -23,11 +23,11 @@ from .view import View
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The backend of a call, the reasons against the others, and the way to its statistics.
+    """The backend of a call, why each other backend was not chosen, and the routes of statistics.
 
-    `unit` is the instruction set by which the native kernel would compute the call on a CPU.
-    `statistics` has the route of each metric by name: `"identity: one more call"`, `"a pass over
-    the scores"`, …, and where there is a choice, why.
+    `unit` is the instruction set that the native kernel would use for the call on a CPU.
+    `statistics` maps each metric to its route, such as `"identity: one more call"` or `"a pass over
+    the scores"`, with the reason if there is a choice.
     """
 
     chosen: str
@@ -36,14 +36,14 @@ class Explanation:
     unit: str = ""
 
     def __repr__(self) -> str:
-        return f"<Explanation: {self.chosen} serves it; print() says why>"
+        return f"<Explanation: {self.chosen}; print() shows the reasons>"
 
     def __str__(self) -> str:
         lines = []
         for choice in self.choices:
-            verdict = "; ".join(choice.reasons) or "can serve this call"
+            verdict = "; ".join(choice.reasons) or "can run this call"
             if choice.name == "native" and self.unit:
-                verdict += f" by {self.unit}"
+                verdict += f" with {self.unit}"
             arrow = "→" if choice.name == self.chosen else " "
             lines.append(f"{arrow} {choice.name:8} {verdict}")
         wide = max((len(name) for name in self.statistics), default=0)
@@ -64,28 +64,28 @@ def explain(
     projection: Float[Tensor, "O HDv"] | None = None,
     **options: Unpack[AttendOptions],
 ) -> Explanation:
-    """List every backend with its reasons for refusing the call, and name the one that is taken.
+    """List every backend with the reasons why it cannot run the call, and mark the chosen one.
 
-    With statistics, also say how `observe()` would read each of them. Arguments are those of
-    `observe()`. Nothing is computed.
+    If statistics are given, also list how `observe()` would compute each of them. The arguments
+    are those of `observe()`. Nothing is computed.
 
     Raises:
-        ValueError: as `observe()`.
+        ValueError: for the same reasons as `observe()`.
 
     >>> import torch
     >>> q = k = v = torch.zeros(1, 2, 4, 8, dtype=torch.float64)
     >>> print(explain(q, k, v, softcap=30.0))
       native   ...
       sdpa     softcap is not linear in the scores
-    → blocked  can serve this call
-      eager    can serve this call
+    → blocked  can run this call
+      eager    can run this call
     >>> from headwise.stats.entropy import Entropy
     >>> from headwise.stats.max_logit import MaxLogit
     >>> for name, way in explain(q, k, v, Entropy(), MaxLogit(), softcap=30.0).statistics.items():
     ...     print(f"{name}: {way}")
     entropy: a pass over the scores: softcap is not linear in the scores
     entropy_share: a pass over the scores: softcap is not linear in the scores
-    max_logit: rows of scores: those whose log-sum-exp can still win
+    max_logit: rows of scores: only those that can contain the largest score
     """
     if unknown := [option for option in options if option not in OPTIONS]:
         refuse_unknown("explain(q, k, v", explain, unknown, shared=OPTIONS)
@@ -98,7 +98,7 @@ def explain(
     routes = planned(work, Statistics.of(statistics), backend, "explain").routes
     said: dict[str, str] = {}
     for statistic in statistics:
-        said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")
+        said |= dict.fromkeys(statistic.names, "as defined by the statistic")
         for name, need in statistic.needs.items():
             route = routes[need]
             if route.kind == VIA and need.via is not None:

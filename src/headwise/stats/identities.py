@@ -1,8 +1,8 @@
-"""Figures of P as formulas on sums that attention gives: pure functions of tensors.
+"""Statistics of P as formulas on the outputs of attention calls: pure functions of tensors.
 
-With learned sinks, P is over keys and sink, and its rows hold the keys' part. `of_keys` is the
-log-sum-exp among the keys alone, −inf in dead rows; of a row, `left` is what its sink leaves to the
-keys.
+With learned sinks, P is over keys and sink, and its rows hold the weights of the keys. `of_keys` is
+the log-sum-exp among the keys alone, −inf in dead rows; `left` is the total weight of a row's keys,
+that is, 1 minus the weight of its sink.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 LARGE = 1e30
-"""Farther apart no two logits are; finite, so that 0 times it is 0."""
+"""A bound on the difference of two logits; finite, so that 0 times it is 0."""
 
 
 def mean_key(k: Float[Tensor, "B G S D"]) -> Float[Tensor, "B G D"]:
-    """Take the mean of the keys that are numbers: what is none must reach only who sees it.
+    """Return the mean of the finite keys: NaN and infinity must reach only queries that see them.
 
-    0 where there is none, or one so large that keys less it might be infinite.
+    0 if no key is finite, or if the mean is so large that subtracting it might overflow.
     """
     mean = k.nanmean(2)
     return mean.where(mean.abs() <= LARGE, 0.0)
@@ -31,10 +31,10 @@ def entropy(
     keys_seen: Float[Tensor, "B H n D"],
     scale: float,
 ) -> Float[Tensor, "B H n"]:
-    """`−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`.
+    """Return `−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`.
 
-    Where scores are linear in the keys, with `lse` and `P K` of the same keys: moved by their mean,
-    no probability changes, and both sides of the difference are small.
+    Scores must be linear in the keys, and `lse` and `P K` must be of the same keys. Subtracting the
+    mean of the keys changes no probability and makes both terms of the difference small.
     """
     return lse - torch.einsum("bhtd,bhtd->bht", q, keys_seen) * scale
 
@@ -44,13 +44,13 @@ def with_sink(
     of_keys: Float[Tensor, "B H n"],
     sinks: Float[Tensor, " H"],
 ) -> Float[Tensor, "B H n"]:
-    """The entropy of keys and sink together, from that among the keys alone and their LSE.
+    """Return the entropy over keys and sink, from the entropy and the LSE of the keys alone.
 
-    `left · H + h(left)`, with h the entropy of choosing between the two.
+    It is `left · H + h(left)`, where h is the entropy of the choice between keys and sink.
     """
     dead = of_keys == -torch.inf
     ahead = of_keys.masked_fill(dead, 0.0) - sinks[:, None]
-    ahead = ahead.clamp(-LARGE, LARGE)  # a sink of −inf is none, and 0 · inf is no number
+    ahead = ahead.clamp(-LARGE, LARGE)  # a sink of −inf means no sink, and 0 · inf is NaN
     left, taken = torch.sigmoid(ahead), torch.sigmoid(-ahead)
     choice = left * logsigmoid(ahead) + taken * logsigmoid(-ahead)
     return left * entropy.masked_fill(dead, 0.0) - choice
@@ -59,7 +59,7 @@ def with_sink(
 def lse_with_sink(
     of_keys: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"] | None
 ) -> Float[Tensor, "B H n"]:
-    """The log-sum-exp of scores and sink."""
+    """Return the log-sum-exp of scores and sink."""
     if sinks is None:
         return of_keys
     dead = of_keys == -torch.inf
@@ -68,24 +68,24 @@ def lse_with_sink(
 
 
 def log_sink(lse: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"]) -> Float[Tensor, "B H n"]:
-    """The logarithm of the mass on the sink; −inf in dead rows."""
+    """Return the logarithm of the weight on the sink; −inf in dead rows."""
     return (sinks[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).clamp(max=0.0)
 
 
 def left_to_keys(
     of_keys: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"]
 ) -> Float[Tensor, "B H n"]:
-    """The share of each row that its sink leaves to the keys."""
+    """Return the total weight on the keys of each row: 1 minus the weight on its sink."""
     return torch.sigmoid(of_keys.masked_fill(of_keys == -torch.inf, 0.0) - sinks[:, None])
 
 
 def digits(
     positions: Int[Tensor, " m"], of: Int[Tensor, " n"], dtype: torch.dtype
 ) -> Float[Tensor, "m 2"]:
-    """Positions as digits to the base 4096, counted from the middle one of the queries `of`.
+    """Return positions as digits to the base 4096, relative to the middle one of the queries `of`.
 
-    No digit is over 2^24 for any length below 2^36, so each is exact in float32; and of few
-    queries, far into a text, both are small.
+    No digit exceeds 2^24 for lengths below 2^36, so each is exact in float32. For a few queries far
+    into a text, both digits are small.
     """
     here = positions - (of[len(of) // 2] if len(of) else 0)
     high = torch.div(here, 4096, rounding_mode="trunc")  # 0 on both sides of that query
@@ -93,6 +93,6 @@ def digits(
 
 
 def ahead(seen: Float[Tensor, "B H n 2"], positions: Int[Tensor, " n"]) -> Float[Tensor, "B H n"]:
-    """`E[j − position of i]`, from the mean `digits` of the keys that each query sees."""
+    """Return `E[j − position of i]`, from the mean `digits` of the keys that each query sees."""
     low, high = (seen - digits(positions, positions, seen.dtype)).unbind(-1)
     return low + 4096 * high

@@ -1,4 +1,4 @@
-"""`LSE` and `Sink`: the log-sum-exp of each row, and what its learned sink takes."""
+"""`LSE` and `Sink`: the log-sum-exp of each row, and the weight on its learned sink."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _LogSumExp(Need):
 
 
 class _SinkMass(Need):
-    """The mass on the learned sink, `exp(sink − lse)`; 0 in dead rows and without sinks."""
+    """The weight on the learned sink, `exp(sink − lse)`; 0 in dead rows and without sinks."""
 
     name = "sink"
 
@@ -83,8 +83,8 @@ class LSE(Statistic):
 class Sink(Statistic):
     """The attention to the learned sink: `[B, H, T]`, `exp(sink_h − lse_i)`.
 
-    What a query gives to no key; 0 in a call without `sinks`. (Of the first token, on which heads
-    without a sink of their own tend to rest, the mass is `Mass(First())`.)
+    It is the weight on no key at all; 0 in a call without `sinks`. (For attention to the first
+    token, where heads without a learned sink tend to attend, use `Mass(First())`.)
 
     Source: GPT-OSS 2025; Xiao et al. 2023.
     """

@@ -1,4 +1,4 @@
-"""`Map`: P in small, attention with the one-hot of the key's block as values."""
+"""`Map`: P averaged over blocks, by attention with each key's one-hot block as its value."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .statistic import Statistic
 
 @dataclass(frozen=True)
 class Map(Statistic):
-    """P in small: `[B, H, n, n]`, the attention that a block of queries gives to a block of keys.
+    """P averaged over blocks: `[B, H, n, n]`, the attention of query blocks to key blocks.
 
-    Entry `[a, b]` is the mean over the valid queries of block `a` of their mass on block `b`, so
-    rows sum to 1, less what a learned sink takes (to 0 where no query is valid). With as many
-    blocks as tokens it is P itself. One call for each D blocks.
+    Entry `[a, b]` is the total attention weight on the keys of block `b`, averaged over the valid
+    queries of block `a`. Rows sum to 1 minus the weight of a learned sink (0 if no query is valid).
+    With one block per token it is P itself. It takes one extra call per D blocks.
 
     Raises:
-        ValueError: if `blocks` is under 1.
+        ValueError: `blocks` is less than 1.
     """
 
     blocks: int = 64
@@ -86,7 +86,7 @@ class _BlockSums(Need):
         if route.kind == KERNEL_PASS:
             backend, call, lse = work.one_pass
             return backend.block_map(call, lse, of_query, of_key, self.blocks, view.drawn)
-        # (`one_hot` reads the numbers that it is given, and a trace has none.)
+        # (`one_hot` reads the values of its argument, which a trace does not have.)
         one_hot = (of_key[:, None] == torch.arange(self.blocks, device=view.device)).to(view.dtype)
         mean, of_keys = work.mean_among_keys(one_hot[None, None])
         mean = mean if view.sinks is None else mean * work.left(of_keys)[..., None]

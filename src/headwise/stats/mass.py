@@ -1,8 +1,9 @@
 """`Mass`: the attention to chosen keys, `Σ_{j∈J(i)} p_ij`.
 
-Of few keys it is taken from their scores alone, `exp(s_ij − lse_i)`; of ranges and tables it is
-`exp(lse within the mask − lse)`, one more call of which only the log-sum-exp is read; of many keys
-that are no ranges, from whole rows.
+The mass is the total attention weight on a set of keys. For few keys it is computed from their
+scores alone, `exp(s_ij − lse_i)`. For ranges and tables it is `exp(lse within the mask − lse)`,
+from one more call of which only the log-sum-exp is used. For many keys that are not ranges it comes
+from whole rows.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ from .statistic import Statistic
 from .view import Lazy, View, visible_keys
 
 CROWDED = 1 / 64
-"""The share of the matrix from which pairs cost more, one by one, than whole rows."""
+"""The share of the matrix above which single pairs cost more than whole rows."""
 
 FEW = 64
-"""The most keys that are looked at as the same few of all queries."""
+"""The most keys that are treated as the same few keys for all queries."""
 
 WITHIN = Route(CALL, "its log-sum-exp within the mask")
-CROWD = Route(ROWS, "so many keys are chosen that one by one they would cost more")
+CROWD = Route(ROWS, "computing this many keys one by one would cost more")
 
 
 @dataclass(frozen=True)
 class Mass(Statistic):
     """The attention to chosen keys: `[B, H, T]`, between 0 and 1.
 
-    Of a pattern, named as it: `m_i = Σ_{j∈J(i)} p_ij`. Of any mask, such as
-    `Mass(Window(16), name="near")`: `exp(lse within the mask − lse)`. Its mean is over the rows
-    that have a visible key among them; their share of the rows is its coverage.
+    It is the total weight on the chosen keys, `m_i = Σ_{j∈J(i)} p_ij`. The keys are those of a
+    pattern or of any mask, as in `Mass(Window(16), name="near")`. The mean is over the queries for
+    which at least one chosen key is visible; the share of these queries is the coverage.
 
     Args:
         keys: a pattern, or another mask that adds nothing to the scores.
-        name: what it is called in results; the default is the pattern's, of other masks `mass`.
+        name: the name of the metric. Default: the pattern's name, or `mass` for other masks.
 
     Raises:
-        ValueError: keys that are neither.
+        ValueError: `keys` is neither.
 
     Source: Olsson et al. 2022 (prefix matching), Clark et al. 2019, §3.
     """
@@ -98,7 +99,7 @@ class Mass(Statistic):
 
 
 def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
-    """Return True for queries that may attend to the key of a pattern with at most one."""
+    """Return True for queries that may attend to the key of a pattern with at most one key."""
 
     def targets() -> Tensor:
         if isinstance(keys, First | OneKey) and (seen := view.ranges) is not None:
@@ -122,9 +123,9 @@ def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
 
 @dataclass(frozen=True, eq=False)
 class MassOn(Need):
-    """`Σ_j p_ij` over the keys of a mask `[B, H, n]`, and which queries have one of them visible.
+    """`Σ_j p_ij` over the keys of a mask `[B, H, n]`, and the queries that can see one of them.
 
-    Where the kernel has the mass, that alone; then the pattern has one key at most.
+    If the kernel computes the mass, only the mass; the pattern has at most one key then.
     """
 
     keys: Mask
@@ -156,7 +157,7 @@ class MassOn(Need):
         masses = _Masses(self, every)
         if masses.route[0].kind == PAIRS:
             return True
-        ranges, view = masses.ranges, drawn.view  # twice the scores of the drawn queries, at most
+        ranges, view = masses.ranges, drawn.view  # at most twice the scores of the sampled queries
         most = 2 * view.extent.queries * view.extent.keys / view.whole.queries
         return ranges is not None and ranges.omit is None and masses.mean_width <= most
 
@@ -178,7 +179,7 @@ class MassOn(Need):
 
 
 class _Masses:
-    """The attention of the queries that are looked at to the keys of a mask, in one call.
+    """The attention of the observed queries to the keys of a mask, in one call.
 
     Raises:
         ValueError: the mask does not fit the call, or adds to the scores.
@@ -188,7 +189,7 @@ class _Masses:
         view, keys, self.need = work.view, need.keys, need
         keys.check(view.whole)
         if keys.biased:
-            raise ValueError(f"Mass({keys!r}): a mask that adds to the scores chooses no keys")
+            raise ValueError(f"Mass({keys!r}): a mask that adds to the scores selects no keys")
         self.work, self.extent, self.device = work, view.extent, view.device
         self.call, self.scores = view.call, work.scores
         self.keys = keys if view.rows is None else Rows(keys, view.rows, view.whole)
@@ -196,7 +197,7 @@ class _Masses:
 
     @Lazy
     def ranges(self) -> KeyRanges | None:
-        """The chosen keys as ranges; `None` if they are none, or numbers cannot be read."""
+        """The chosen keys as ranges; `None` if they are not ranges or values cannot be read."""
         view = self.work.view
         known = readable(view.original.q)
         found = ranges_of(self.need.keys, view.whole, view.device) if known else None
@@ -210,7 +211,7 @@ class _Masses:
 
     @property
     def route(self) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
-        """The route to the mass, where the log-sum-exp is near, and what takes it."""
+        """The route to the mass if the log-sum-exp is `near`, and the function that computes it."""
         if not self.pattern or self.ranges is None:
             return WITHIN, self._within
         ranges, pairs = self.ranges, Route(PAIRS)
@@ -236,11 +237,11 @@ class _Masses:
         return visible_keys(self.call.mask & self.keys, self.extent, self.device) > 0
 
     def of_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the mass from whole rows, normalized anew."""
+        """Return the mass from renormalized whole rows."""
         return self.work.by_rows(self.need), self.targets()
 
     def _within(self) -> tuple[Tensor, Tensor]:
-        """Many keys: one more call among them."""
+        """Return the mass on many keys, from one more call restricted to them."""
         lse = self.work.lse
         restricted = self.work.lse_of(self.call.with_(mask=self.call.mask & self.keys))
         some = torch.isfinite(restricted) & torch.isfinite(lse)
@@ -253,13 +254,13 @@ class _Masses:
         return zero, zero[:1, :1] > 0
 
     def _of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """All queries chose the same few keys: a thin matrix of scores."""
+        """Return the mass on the same few keys for all queries, from a thin matrix of scores."""
         i, _ = grid(self.extent, self.device)
         scores, allowed = self.scores.logits(self.call.q, self.call.k[:, :, keys], i, keys[None, :])
         return probability(scores, self.work.lse[..., None]).sum(-1), allowed.any(-1)
 
     def _of_one_key(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """Each query chose one key at most: one dot product a row."""
+        """Return the mass on at most one key per query, from one dot product per row."""
         chosen = ranges.stop[0] > ranges.start[0]
         key = ranges.order[0, ranges.start[0].clamp(0, self.extent.keys - 1)]
         i = torch.arange(self.extent.queries, device=self.device)
@@ -271,7 +272,7 @@ class _Masses:
         return p, allowed
 
     def _of_pairs(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """The general case: the pairs one after another, a bounded number at a time."""
+        """Return the mass on any keys, from a bounded number of pairs at a time."""
         extent, call = self.extent, self.call
         mass = torch.zeros_like(self.work.lse)
         count = torch.zeros_like(mass, dtype=torch.long)
@@ -299,7 +300,7 @@ class _Masses:
         return mass, count > 0
 
     def _scores(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of pairs `[B, H, N]`, q and k side by side, and where they may be."""
+        """Return the scores of pairs of q and k, `[B, H, N]`, and which pairs are allowed."""
         extent = self.extent
         grouped = q.unflatten(1, (extent.kv_heads, extent.group))
         scores = torch.einsum("bgrnd,bgnd->bgrn", grouped, k).flatten(1, 2)[..., None]
@@ -315,9 +316,10 @@ class _Masses:
 
 
 def _pairs(queries: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each batch row, repeat query `queries[n]` as often as `width[b, n]` says, side by side.
+    """Repeat query `queries[n]` `width[b, n]` times for each batch row b.
 
-    Return the queries `[B, N]`, the place of each among its query's own, and which are no filling.
+    Return the queries `[B, N]`, the index of each entry within its query, and a mask that is False
+    for padding.
     """
     total = width.sum(1)
     ends = width.cumsum(1)
@@ -328,7 +330,7 @@ def _pairs(queries: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows_within(width: Tensor, budget: int) -> list[Tensor]:
-    """Return query numbers in groups whose widths sum to about the budget."""
+    """Return query indices in groups whose widths sum to about the budget."""
     group = torch.cumsum(width, 0) // budget
     _, sizes = torch.unique_consecutive(group, return_counts=True)
     return list(torch.arange(len(width), device=width.device).split(sizes.tolist()))

@@ -1,8 +1,9 @@
 """`MaxLogit` and `Norms`: the largest score of each head, and the norms that bound it.
 
-The score is found in the few rows whose log-sum-exp can still win. `|scale · q_i·k_j| ≤ |scale| ·
-max ‖q‖ · max ‖k‖` needs O(T·D) in place of O(T²·D). Norms and scores above a limit are those of all
-queries of a call, also where only some are looked at: a maximum over a sample decides nothing.
+Only rows whose log-sum-exp is large enough to contain the largest score are searched. The bound
+`|scale · q_i·k_j| ≤ |scale| · max ‖q‖ · max ‖k‖` costs O(T·D) instead of O(T²·D). Norms and scores
+above a limit always cover all queries of a call, even if `queries=` samples them, since a maximum
+over a sample proves nothing.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ ABOVE = "max_logit_above_"
 class MaxLogit(Statistic):
     """The largest score of each head: `[B, H]`, −inf where no query sees a key.
 
-    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score. Of
-    some of the queries (`queries=`) it is a lower bound, and tables call it `max_logit_sampled`,
-    unless the kernel's own pass has that of all.
+    The score is the value that enters the softmax: scaled, softcapped, biased. Learned sinks do not
+    count. For sampled queries (`queries=`) it is a lower bound, which tables call
+    `max_logit_sampled`, unless the kernel computed it for all queries.
 
     Args:
-        above: only where it is above this, −inf elsewhere; then it is called `max_logit_above_…`.
-            Most heads of a healthy model cost O(T·D) then, for `scale · max ‖q‖ · max ‖k‖` is no
-            larger. Of all queries of the call, also where only some are looked at.
+        above: report only scores above this limit, and −inf otherwise; the metric is then named
+            `max_logit_above_…` and covers all queries of the call, even if `queries=` is given.
+            Most heads of a healthy model then cost O(T·D), because their bound
+            `scale · max ‖q‖ · max ‖k‖` is below the limit.
 
     >>> import torch, headwise as hw
     >>> k = v = torch.eye(2).view(1, 2, 1, 2) * 12.0  # two heads, one query, one key
@@ -66,7 +68,7 @@ class MaxLogit(Statistic):
         limit = real(self.above)
         if limit is None or not math.isfinite(limit):
             raise ValueError(
-                f"MaxLogit(above={format_value(self.above)}): a limit is a finite number."
+                f"MaxLogit(above={format_value(self.above)}): above must be a finite number."
             )
         object.__setattr__(self, "above", limit)
 
@@ -96,7 +98,7 @@ class MaxLogit(Statistic):
 class _MaxLogit(Need):
     """The largest score of each head `[B, H]`; −inf where no query sees a key. No gradient.
 
-    Where the kernel has it, that of each query `[B, H, n]`.
+    If the kernel computes it, the largest score of each query `[B, H, n]`.
     """
 
     name, kernel = "max_logit", "max"
@@ -104,7 +106,7 @@ class _MaxLogit(Need):
     def route(self, setting: Setting) -> Route:
         if setting.kernel:
             return Route(KERNEL)
-        return Route(ROWS, "those whose log-sum-exp can still win")
+        return Route(ROWS, "only those that can contain the largest score")
 
     def answer(self, route: Route, work: Work) -> Tensor:
         return _largest_score(work.scores, work.view.constant, work.lse)
@@ -116,7 +118,7 @@ _MAX_LOGIT = _MaxLogit()
 def _of_rows(largest: Tensor, lse: Tensor | None) -> Float[Tensor, "B H"]:
     """Return the largest score of each head from those of each query, and their log-sum-exp."""
     assert lse is not None
-    # No score is above the log-sum-exp, which is no number where scores are none.
+    # No score exceeds the log-sum-exp, which is NaN if a score is NaN.
     return torch.minimum(largest.detach(), lse.detach()).amax(-1)
 
 
@@ -124,13 +126,13 @@ def _largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> F
     """Return the largest score of each head, exactly; −inf where no query sees a key.
 
     `lse_i − log n_i ≤ max_j s_ij ≤ lse_i`: the rows with the largest LSE come first, and then
-    only blocks with a row whose LSE can still win. A few rows on peaked heads, all on flat.
-    `call` is that of the scores without gradients.
+    only blocks with a row that can contain a larger score: a few rows for peaked heads, all rows
+    for flat ones. `call` is the call of the scores, without gradients.
     """
     extent, device = scores.extent, scores.device
     if not (extent.batch and extent.queries and extent.keys):
         return lse.new_full((extent.batch, extent.heads), -torch.inf)
-    if not readable(lse):  # which rows can win depends on their scores
+    if not readable(lse):  # the rows to search depend on their values
         every = [_largest_in(scores, call, cut) for cut in scores.blocks(SCORES_AT_A_TIME)]
         return torch.stack(every).amax(0)
     known = _no_score_above(lse.detach(), scores.sinks)
@@ -138,7 +140,7 @@ def _largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> F
     j = torch.arange(extent.keys, device=device).view(1, 1, 1, -1)
 
     def largest_of(i: Tensor) -> Tensor:
-        """Return the largest score of the queries i `[B, H, m]`, each head's own."""
+        """Return the largest score of the queries i `[B, H, m]`, selected per head."""
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
         return scores.logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
 
@@ -168,8 +170,8 @@ def _largest_in(scores: Scores, call: Call, cut: Any) -> Float[Tensor, "B H"]:
 def _no_score_above(
     lse: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"] | None
 ) -> Float[Tensor, "B H n"]:
-    """Return a number that no score of the row exceeds: the LSE of its keys, −inf in dead rows."""
-    # Rounding of the LSE itself must not shut out the winner.
+    """Return an upper bound on each row's scores: the LSE of its keys, −inf in dead rows."""
+    # Rounding of the LSE must not exclude the row with the largest score.
     dead = lse == -torch.inf
     bound = (lse + 1e-5 * (1 + lse.abs())).masked_fill(dead, -torch.inf)
     if sinks is None:
@@ -179,9 +181,9 @@ def _no_score_above(
 
 
 class _Norm(Need):
-    """‖q_i‖ or ‖k_j‖ of each head `[B, H, T or S]`, of all queries. No gradient.
+    """‖q_i‖ or ‖k_j‖ of each head `[B, H, T or S]`, for all queries. No gradient.
 
-    In float64, where no square of a float32 is too large.
+    Computed in float64, in which no square of a float32 overflows.
     """
 
     scores, vectors = False, True
@@ -199,13 +201,13 @@ class _Norm(Need):
         return self.of_each(view)
 
     def of_each(self, view: View) -> Float[Tensor, "B H _"]:
-        """Return the norm of each query or key, the keys of a group for each of its heads."""
+        """Return the norm of each query or key; keys are repeated for each head of their group."""
         x, group = getattr(view.original, self.of), view.whole.group
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
         return norms if self.of == "q" or group == 1 else norms.repeat_interleave(group, dim=1)
 
     def counts(self, view: View) -> Bool[Tensor, "#B #H _"]:
-        """Return the queries that may attend to something, or the keys that one of them may."""
+        """Return the queries that may attend to a key, or the keys that a query may attend to."""
         whole = view if view.rows is None else view.of_all
         if self.of == "q":
             return whole.valid_rows
@@ -213,7 +215,7 @@ class _Norm(Need):
         return whole.once("attended keys", find)
 
     def largest(self, norms: Float[Tensor, "B H _"], view: View) -> Float[Tensor, "B H"]:
-        """Return the largest norm of each head that counts; 0 where none does."""
+        """Return the largest counted norm of each head, or 0 if there is none."""
         if norms.shape[-1] == 0:
             return norms.new_zeros(norms.shape[:2])
         return torch.where(self.counts(view), norms, 0.0).amax(-1)
@@ -226,10 +228,10 @@ _QUERY_NORM, _KEY_NORM = _Norm("q"), _Norm("k")
 class Norms(Statistic):
     """The largest norm of each head's queries and of its keys: `[B, H]` both. No gradient.
 
-    `max ‖q_i‖` over the queries that may attend to something and `max ‖k_j‖` over the keys that
-    some query may attend to, those of the head's own key/value head; 0 where there are none. As
-    they enter the scores, with rotation and norms. Of all queries of the call, also where only
-    some are looked at. No score, before softcap and bias, is larger than
+    `max ‖q_i‖` is over the queries that may attend to a key, and `max ‖k_j‖` over the keys of the
+    head's key/value head that some query may attend to; 0 if there are none. Both are of q and k as
+    they enter the scores, after rotation and normalization, and cover all queries of the call even
+    if `queries=` is given. No score, before softcap and bias, exceeds
     `scale · query_norm · key_norm`.
 
     Source: the inequality of Cauchy and Schwarz; Dehghani et al. 2023 (logit growth).
@@ -257,9 +259,9 @@ class Norms(Statistic):
 
 @dataclass(frozen=True)
 class _MaxLogitAbove(Need):
-    """The largest score of each head where it is above a limit, else −inf: `[B, H]`. No gradient.
+    """The largest score of each head if it is above a limit, else −inf: `[B, H]`. No gradient.
 
-    Heads that their norms keep under the limit have no score computed.
+    No scores are computed for heads whose norms bound them below the limit.
     """
 
     limit: float
@@ -270,7 +272,7 @@ class _MaxLogitAbove(Need):
     def route(self, setting: Setting) -> Route:
         if setting.kernel and setting.output and setting.whole:
             return Route(KERNEL)
-        return Route("norms", "and scores of the heads that these do not keep under the limit")
+        return Route("norms", "and scores of the heads whose bound exceeds the limit")
 
     def answer(self, route: Route, work: Work) -> Float[Tensor, "B H"]:
         view = work.view
@@ -287,32 +289,32 @@ class _MaxLogitAbove(Need):
     def _in_question(self, view: View) -> Tensor | None:
         """Return the heads that may have a score above the limit; `None` for all."""
         call = view.original
-        if call.mask.biased:  # what is added to the scores is not in the bound
+        if call.mask.biased:  # the bound does not include a bias
             return None
         of_q, of_k = (x.largest(x.of_each(view), view) for x in (_QUERY_NORM, _KEY_NORM))
         bound = abs(call.scale) * of_q * of_k
         # Scores are sums of D products, rounded.
         room = 1 + (call.q.shape[-1] + 4) * torch.finfo(view.dtype).eps
-        asks = (~(bound * room <= self.limit)).any(0)  # NaN asks too
+        asks = (~(bound * room <= self.limit)).any(0)  # True for NaN, too
         if asks.all() or (asks.any() and _by_head(call)):
             return None
         return asks.nonzero()[:, 0]
 
 
 def _above(largest: Tensor, limit: float) -> Tensor:
-    """Replace what is not above the limit by −inf; NaN stays."""
+    """Replace values that are not above the limit by −inf, and keep NaN."""
     return largest.masked_fill(largest <= limit, -torch.inf)
 
 
 def _by_head(call: Call) -> bool:
-    """Return True if the mask is another one for each head."""
+    """Return True if the mask differs between heads."""
     i, j = grid(call.extent, call.q.device, slice(0, 1))
     allowed = call.mask.allowed(i, j, call.extent)
     return allowed is not None and allowed.dim() == 4 and allowed.shape[1] > 1
 
 
 def _with_heads(call: Call, heads: Tensor) -> Call:
-    """Return the call with some of its query heads, each with keys of its own."""
+    """Return the call restricted to some query heads, each with its own keys."""
     extent, of_keys = call.extent, heads // call.extent.group
     return call.with_(
         q=call.q[:, heads],
@@ -323,7 +325,7 @@ def _with_heads(call: Call, heads: Tensor) -> Call:
 
 
 def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
-    """Return `MaxLogit` of another call with the backend of this one, where that runs it."""
+    """Return `MaxLogit` of another call, by the backend of this one if it can run that call."""
     chosen = choose(call) if work.chosen.refuse(call) else work.chosen
     view = View(call, None, False)
     other = Work(view, work.keeps_graph, False, strict=work.strict)

@@ -1,4 +1,4 @@
-"""Count, sum, squared deviations and maximum of every head, which merge over calls and ranks."""
+"""Count, sum, squared deviations and maximum per head, which merge over calls and ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .._text import Brief
 
 
 def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Return the sum in float64, without a graph, in one order: PyTorch's own follows the strides.
+    """Return the sum in float64, without a graph, in an order that does not depend on strides.
 
-    So equal readings have equal tables, bit for bit, wherever they came from.
+    Equal readings therefore have tables that are equal bit for bit. (PyTorch's own order follows
+    the strides.)
     """
     return values.detach().contiguous().sum(dims, dtype=torch.float64)
 
@@ -22,10 +23,10 @@ def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 class Moments(Brief):
     """Sums of a metric over the valid queries of every head, in float64.
 
-    `total` and `count` are `[H]`, or `[B, H]` of every batch row, as is `among`, the number of
-    queries that could have had the metric, where that is news. `squares` `[H]` are the sums of
-    squared deviations from each head's mean, `largest` `[H]` is the maximum, and `errors` `[H]` the
-    squares of what standard errors of drawn queries add to the sum.
+    `total` and `count` are `[H]`, or `[B, H]` per batch row. So is `among`, the number of queries
+    that could have had the metric, if it differs from `count`. `squares` `[H]` holds the sums of
+    squared deviations from each head's mean, `largest` `[H]` the maximum, and `errors` `[H]` the
+    squared standard errors of the sums of sampled queries.
 
     >>> some = Moments.zeros(1).merge(moments_of(torch.tensor([[[2.0, 4.0]]]), torch.ones(1) > 0))
     >>> more = some.merge(moments_of(torch.tensor([[[9.0]]]), torch.ones(1) > 0))
@@ -50,7 +51,7 @@ class Moments(Brief):
 
     @property
     def heads(self) -> Moments:
-        """The same over all batch rows, all of it `[H]`."""
+        """The moments over all batch rows, each `[H]`."""
         if self.total.dim() == 1:
             return self
         among = None if self.among is None else self.among.sum(0)
@@ -62,7 +63,7 @@ class Moments(Brief):
         return self.heads.total / self.heads.count.clamp(min=1)
 
     def merge(self, other: Moments) -> Moments:
-        """Return the moments of both, of every head; the squares are about the common mean."""
+        """Return the moments of both per head; the squares are about the common mean."""
         one, two = self.heads, other.heads
         errors = [x for x in (one.errors, two.errors) if x is not None]
         return Moments(
@@ -76,13 +77,13 @@ class Moments(Brief):
 
     @property
     def packed(self) -> Tensor:
-        """Total, count and among of every head, `[3, H]`; without an among, the count again."""
+        """`total`, `count` and `among` per head, `[3, H]`; without `among`, `count` again."""
         one = self.heads
         return torch.stack([one.total, one.count, one.count if one.among is None else one.among])
 
 
 def between(count: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> Tensor:
-    """Return what the distance of two means adds to the squared deviations from the common one.
+    """Return the sum of squares between two groups: the deviations of their means from the common.
 
     Source: Chan et al. 1979.
     """
@@ -96,9 +97,9 @@ def moments_of(
     among: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Moments:
-    """Sum a metric up over its valid `rows`, each of which counts as many as it stands for.
+    """Sum a metric over its valid `rows`, each weighted by the number of queries it represents.
 
-    Of a metric that is one number for each head and batch row, rows are `None`.
+    `rows` is `None` for a metric with one number for each head and batch row.
     """
     values = values.detach().double()
     if rows is None:
@@ -120,19 +121,19 @@ def moments_of(
 
 
 def largest_of(values: Tensor) -> Tensor:
-    """Return the largest of the first axis, −∞ where that is empty."""
+    """Return the maximum over the first axis, or −∞ if the axis is empty."""
     return values.amax(0) if len(values) else values.new_full(values.shape[1:], -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class ClusterVariance:
-    """The standard error of each head's mean over texts, each of which is a sample of its own.
+    """The standard error of each head's mean over texts, with each text as one sample.
 
-    Text u has `n_u` valid queries whose metrics sum to `t_u`; the mean is `m = Σ t_u / Σ n_u`, a
-    ratio, and its error over the U texts that have a valid query
-    `√(U / (U − 1) · Σ (t_u − m n_u)²) / Σ n_u` (Cochran 1977, §2.11). With equally long texts that
-    is the standard deviation of their means over √U. Kept are sums `[H]`, with `t_u − c n_u` for
-    `t_u`: any centre c near the mean keeps their digits.
+    Text u has `n_u` valid queries whose metrics sum to `t_u`. The mean is the ratio
+    `m = Σ t_u / Σ n_u`, and its error over the U texts that have a valid query is
+    `√(U / (U − 1) · Σ (t_u − m n_u)²) / Σ n_u` (Cochran 1977, §2.11). For texts of equal length, it
+    is the standard deviation of their means divided by √U. The sums `[H]` are kept with
+    `t_u − c n_u` in place of `t_u`, as any centre c near the mean preserves precision.
     """
 
     centre: Tensor
@@ -144,12 +145,12 @@ class ClusterVariance:
 
     @classmethod
     def about(cls, centre: Tensor) -> ClusterVariance:
-        """Return that of no text."""
+        """Return the variance of no texts."""
         centre = centre.nan_to_num(0.0, 0.0, 0.0)
         return cls(centre, *(torch.zeros_like(centre) for _ in range(5)))
 
     def add(self, totals: Tensor, counts: Tensor) -> ClusterVariance:
-        """Return that of more texts, with their sums and numbers of queries `[U, H]`."""
+        """Add texts, given their sums and their numbers of queries, `[U, H]`."""
         away = totals - counts * self.centre
         texts, queries = (counts > 0).sum(0), counts.sum(0)
         sums = texts, queries, away.square().sum(0), (away * counts).sum(0), counts.square().sum(0)
@@ -169,7 +170,7 @@ class ClusterVariance:
         return ClusterVariance(self.centre, *(a + b for a, b in zip(mine, theirs, strict=True)))
 
     def error(self, mean: Tensor) -> Tensor:
-        """Return the error of the mean `[H]`; NaN where a head was seen in fewer than two texts."""
+        """Return the error of the mean `[H]`; NaN for heads with fewer than two texts."""
         squares = self._about(mean).squares.clamp(min=0)
         error = (self.texts / (self.texts - 1) * squares).sqrt() / self.queries
         return error.masked_fill(self.texts < 2, torch.nan)

@@ -40,27 +40,26 @@ def observe(
     projection: Float[Tensor, "O HDv"] | None = None,
     **options: Unpack[AttendOptions],
 ) -> Seen:
-    """`attend()`, and exact statistics of every head, without the T×T matrix.
+    """Compute attention and exact statistics of every head, without the T×T matrix.
 
-    The output is bit for bit what `attend()` gives. Statistics describe the probabilities before
-    dropout and are computed in float32 at least; `backend="sdpa"` on CPUs has the log-sum-exp of
-    half precision from PyTorch's kernel, whose exponential is right to 1e-4 there. With learned
-    sinks, `lse` and entropies are those of keys and sink together; masses, distances, maps, top
-    keys and what keys receive count keys only, and so sum to what the sink leaves.
+    The output equals that of `attend()` bit for bit. Statistics describe the probabilities before
+    dropout and are computed in at least float32. (`backend="sdpa"` on CPUs takes the log-sum-exp
+    of half precision from PyTorch's kernel, whose exponential is accurate to 1e-4.) With learned
+    sinks, `lse` and entropies cover keys and sink; masses, distances, maps, top keys and received
+    attention count keys only, so they sum to 1 minus the weight of the sink.
 
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`.
-        queries: look at so many queries, or at those of a list, in ascending order
-            (`seen.queries`); default: at all. A number is drawn: the first ones (an eighth of
-            them), the last two, and one from each of as many stretches of the rest, which grow with
-            the position. The output is whole all the same.
-        seed: of the draw; calls whose figures are added up (`Running`) need one each, as the same
-            seed draws the same queries of calls of one length.
-        output: False leaves the attention output out, for calls of which only the statistics are
-            wanted; of sampled queries that costs a fraction of a call. A tensor is the output
-            itself, where somebody has computed it already.
-        gradients: LSE, entropy, distance and masses can be differentiated in q, k and sinks where
-            these require it, and so stand in a loss; False detaches them.
+        queries: the number of queries to sample, or a list of queries; `seen.queries` holds them in
+            ascending order. Default: all. A sample contains the first queries (an eighth of the
+            number), the last two, and one from each of a number of intervals between them, whose
+            length grows with the position. The output always covers all queries.
+        seed: seed of the sample. Give each call its own if results are added up (`Running`): the
+            same seed samples the same queries in calls of equal length.
+        output: False omits the attention output, for calls that need only statistics; with sampled
+            queries, this costs a fraction of a full call. A tensor is a precomputed output.
+        gradients: make LSE, entropy, distance and masses differentiable in q, k and sinks if these
+            require gradients, so that they can be part of a loss; False detaches them.
         projection: weight of the output projection `[O, H · Dv]`, for `OutputNorm`.
         options: `mask`, `scale`, `softcap`, `dropout`, `sinks` and `first_query`, as in `attend()`.
 
@@ -68,15 +67,15 @@ def observe(
         A `Seen`: `seen.out`, `seen.lse`, and `seen[name]` for each statistic.
 
     Raises:
-        ValueError: as `attend()`; a statistic given twice, or one that does not fit the call; flags
-            that are neither True nor False.
-        TypeError: as `attend()`.
+        ValueError: for the same reasons as `attend()`; a statistic is given twice or does not fit
+            the call; a flag is neither True nor False.
+        TypeError: for the same reasons as `attend()`.
 
     >>> from headwise.core.masks import Causal
     >>> from headwise.stats.entropy import Entropy
     >>> q = k = v = torch.zeros(1, 2, 4, 8)
     >>> seen = observe(q, k, v, Entropy(), mask=Causal())
-    >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
+    >>> seen["entropy"][0, 0].exp()  # equal scores: query i attends to i + 1 keys uniformly
     tensor([1., 2., 3., 4.])
     """
     if unknown := [option for option in options if option not in OPTIONS]:
@@ -84,8 +83,8 @@ def observe(
     call = Call.of(q, k, v, function="observe", **options)
     if call.prepared is None and batched(q, k, v, call.sinks, *call.mask.tensors()):
         raise ValueError(
-            f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
-            f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
+            f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, which is not supported; "
+            f"call observe() outside vmap, with the calls stacked along the batch axis."
         )
     precomputed = isinstance(output, Tensor)
     if not (isinstance(output, (bool, Tensor)) and isinstance(gradients, bool)):
@@ -118,16 +117,16 @@ def read(
     strict: bool = True,
     lse: Tensor | None = None,
 ) -> tuple[Work, Readings]:
-    """Make a checked call, unseen by any watch, and answer the needs of statistics.
+    """Run a checked call, hidden from active watches, and answer the needs of statistics.
 
-    Arguments are those of `observe()`, and the log-sum-exp `[B, H, T]` of the kernel that computed
-    the output, if it is known: that of queries which see no key may be any number. Without
-    `strict`, scores that overflow raise no error: their rows are NaN, like those of a NaN in q or
-    k. Calls of watched models are read so.
+    Arguments are those of `observe()`, plus the log-sum-exp `[B, H, T]` of the kernel that computed
+    the output, if known (any value for queries that see no key). Without `strict`, scores that
+    overflow raise no error: their rows are NaN, as for a NaN in q or k. Calls of watched models use
+    this mode.
 
     Raises:
-        ValueError: a statistic given twice, or one that does not fit the call; with `strict`,
-            scores of finite q and k that are not finite.
+        ValueError: a statistic is given twice or does not fit the call; with `strict`, scores of
+            finite q and k are not finite.
     """
     if output is True and call.dropout:
         call = call.drawn()
@@ -149,29 +148,29 @@ def _read(work: Work, statistics: Statistics, backend: str) -> Readings:
 
 
 def _scored(call: Call, sample: QuerySample | None, backend: str, gradients: bool) -> Record:
-    """Make a call for its log-sum-exp alone."""
+    """Run a call for its log-sum-exp only."""
     named = sample and QuerySample(sample.rows, None)
     return read(call, Statistics.of((LSE(),)), named, backend, False, gradients)[1].record
 
 
 def _changed(call: Call, before: tuple[int, ...]) -> bool:
-    """Return True if a call's tensors may hold other numbers than before."""
+    """Return True if the values of a call's tensors may have changed."""
     return -1 in before or _changes(call) != before
 
 
 def _changes(call: Call) -> tuple[int, ...]:
-    """Return how often each tensor of a call was changed in place; −1 where nobody counts."""
+    """Return how often each tensor of a call was changed in place; −1 if this is not tracked."""
     tensors = [call.q, call.k, call.sinks]
-    if call.prepared is None:  # else its mask holds none
+    if call.prepared is None:  # otherwise its mask holds no tensor
         tensors += call.mask.tensors()
     return tuple([-1 if x.is_inference() else x._version for x in tensors if x is not None])
 
 
 def planned(work: Work, statistics: Statistics, backend: str, function: str) -> Plan:
-    """Choose the backend of a call and return the plan, both known of calls that are alike.
+    """Choose the backend of a call and return its plan; both are cached for equal calls.
 
     Raises:
-        ValueError: what was given for a statistic is none; a backend that cannot run the call.
+        ValueError: an argument is not a statistic; a backend cannot run the call.
     """
     view, prepared, about = work.view, work.view.prepared, None
     if prepared is not None and statistics.free and type(backend) is str:
@@ -191,7 +190,7 @@ def planned(work: Work, statistics: Statistics, backend: str, function: str) -> 
 
 
 def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
-    """Return what the routes of a call's needs depend on."""
+    """Return the properties of a call that the routes of its needs depend on."""
     view = work.view
     call = view.original
     by_call = work.chosen if work.output or work.knows_lse(needs) else work.backend
@@ -217,7 +216,7 @@ def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
 
 
 def _only_behind(view: View) -> bool:
-    """Return True if each query sees a range of keys that ends at its own position, and no sink."""
+    """Return True if each query sees one range of keys up to its own position, and no sink."""
     if view.original.sinks is not None or view.mask.looks_ahead(view.extent):
         return False
     found = view.mask.key_ranges(view.extent, view.device)

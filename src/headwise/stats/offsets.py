@@ -21,12 +21,13 @@ from .statistic import Statistic
 class OffsetHistogram(Statistic):
     """The attention of each head by distance: `[B, H, bins]`. No gradient.
 
-    Bin 0 is the query's own position, bin b the distances `[2^(b−1), 2^b)` before it; what lies
-    farther is in the last bin, and what lies ahead is in none. Means over valid queries.
+    Bin 0 is the query's own position, and bin b covers the distances `[2^(b−1), 2^b)` before it.
+    The last bin includes all larger distances. Keys ahead of the query are in no bin. Values are
+    means over valid queries.
 
     Args:
-        bins: how many, at least 2; 18 reach back 65,536 tokens and beyond.
-        ahead: also `offsets_ahead` `[B, H, bins]`, the same for what lies ahead; its bin 0 is 0.
+        bins: the number of bins, at least 2; with 18, the last bin starts at 65,536 tokens.
+        ahead: also compute `offsets_ahead` `[B, H, bins]` for keys ahead; its bin 0 is 0.
 
     Source: Press et al. 2021, §4 and its kin (effective context).
     """
@@ -73,7 +74,7 @@ class OffsetHistogram(Statistic):
 
 
 def _bin_of(distance: Tensor, bins: int) -> Tensor:
-    """Return the bin of each distance; `bins` for what lies ahead. Exact: powers are compared."""
+    """Return the bin of each distance, or `bins` for keys ahead; exact, by comparison of powers."""
     powers = torch.bitwise_left_shift(1, torch.arange(bins - 1, device=distance.device))
     edges = torch.nn.functional.pad(powers, (1, 0))
     found = torch.bucketize(distance, edges, right=True) - 1
@@ -82,7 +83,7 @@ def _bin_of(distance: Tensor, bins: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _MassByDistance(OfPass):
-    """Mass by distance behind, and ahead too where there are two sides."""
+    """Attention by distance behind, and also ahead if there are two sides."""
 
     bins: int
     sides: int
@@ -95,9 +96,9 @@ class _MassByDistance(OfPass):
 
 
 class _Offsets:
-    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`.
+    """Sums of P by distance behind, and ahead if `total` has two sides: `[B · H, 1 or 2, bins]`.
 
-    Of drawn queries at `positions`, each counts its weight.
+    `weights` are those of sampled queries at `positions`.
     """
 
     def __init__(self, total: Tensor, positions: Tensor, weights: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""`OutputNorm`: the length of each head's output, and of what it adds to the layer's."""
+"""`OutputNorm`: the norm of each head's output and of its contribution to the layer's output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD_OUTPUT = _Output()
 
 
 class OutputLength(Need):
-    """The length of each head's output, `[B, H, n]`."""
+    """The norm of each head's output, `[B, H, n]`."""
 
     name = "output_norm"
     output = True
@@ -46,14 +46,14 @@ class OutputLength(Need):
 
 @dataclass(frozen=True, eq=False)
 class OutputNorm(Statistic):
-    """Length of each head's output, and of what it adds to the layer's: both `[B, H, T]`.
+    """The norm of each head's output and of its contribution to the layer: both `[B, H, T]`.
 
-    `output_norm` is `‖o_h‖`; `contribution` is `‖W_h o_h‖`, with the columns of the output
-    projection that read head h (Kobayashi et al. 2020); it is NaN, and in no table, where no
-    projection is known.
+    `output_norm` is `‖o_h‖`; `contribution` is `‖W_h o_h‖`, where `W_h` holds the columns of the
+    output projection that read head h (Kobayashi et al. 2020). Without a projection, it is NaN and
+    left out of tables.
 
     Args:
-        projection: weight of the output projection, `[O, H · Dv]`; `watch` knows the layer's own.
+        projection: weight of the output projection, `[O, H · Dv]`; `watch` uses the layer's own.
     """
 
     projection: Tensor | None = None
@@ -88,7 +88,7 @@ class OutputNorm(Statistic):
 
 
 def _contribution(out: Tensor, weight: Tensor) -> Tensor:
-    """Return `‖W_h o‖` through the triangle of `W_h`'s QR: O(T·D²) a head, not O(T·D·O)."""
+    """Return `‖W_h o‖` by the R factor of `W_h`'s QR: O(T·D²) per head, not O(T·D·O)."""
     heads, width = out.shape[1], out.shape[3]
     if weight.dim() != 2 or weight.shape[1] != heads * width:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Masks that choose the keys which heads are known to attend to.
+"""Masks that select the keys which heads are known to attend to.
 
-Positions are key positions; query `i` stands at `i + S − T`. A pattern says what a head following
-it would attend to; the call's mask still decides what may be attended to.
+Positions are key positions; query `i` is at position `i + S − T`. A pattern selects the keys that a
+head following it would attend to; the call's mask still determines which keys are allowed.
 
 Sources: Clark et al. 2019 and Voita et al. 2019 (positional heads), Olsson et al. 2022 (induction,
 previous token), Xiao et al. 2023 (first-token sinks), Wang et al. 2022 (duplicate tokens).
@@ -26,8 +26,8 @@ class KeyRanges:
     """A set of keys for every query, each a range `[start, stop)` in one ordering of the keys.
 
     `order` is `[B or 1, S]` (key positions), `start` and `stop` are `[B or 1, T]`. First, previous,
-    same-token and induction keys all have this shape, and so need no T×T matrix to be written down.
-    `omit` leaves out one key per query (−1 for none).
+    same-token and induction keys all have this form, which needs no T×T matrix. `omit` excludes
+    one key per query (−1 for none).
     """
 
     order: Int[Tensor, "#B S"]
@@ -36,7 +36,7 @@ class KeyRanges:
     omit: Int[Tensor, "#B T"] | None = None
 
     def of(self, rows: Tensor | None) -> KeyRanges:
-        """Return the ranges of some queries; of all, if that is `None`."""
+        """Return the ranges of the queries `rows`, or of all queries if it is `None`."""
         if rows is None:
             return self
         omit = None if self.omit is None else self.omit[:, rows]
@@ -44,7 +44,7 @@ class KeyRanges:
 
 
 def ranges_of(mask: Mask, extent: Extent, device: torch.device) -> KeyRanges | None:
-    """Return a mask's keys as ranges, in their own order or another; `None` if they are none."""
+    """Return a mask's keys as ranges, in any order of the keys; `None` if they are not ranges."""
     if isinstance(mask, OfTokens | AmongPositions):
         return mask.ranges(extent, device)
     found = mask.key_ranges(extent, device)
@@ -55,7 +55,7 @@ def ranges_of(mask: Mask, extent: Extent, device: torch.device) -> KeyRanges | N
 
 
 class Pattern(Mask):
-    """A mask that heads are known to follow, with the name of the attention to its keys."""
+    """A mask that heads are known to follow, and the name of the attention to its keys."""
 
     name: str
     kernel: str | None = None
@@ -88,7 +88,7 @@ class OneKey(Pattern):
     """The key at a fixed offset from the query's own position."""
 
     behind: int
-    """How far before the query's own position the key is; negative for ahead."""
+    """The distance of the key before the query's own position; negative for keys ahead."""
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]
@@ -134,7 +134,7 @@ class Self(OneKey):
 class At(OneKey):
     """The key at a fixed offset from the query's own position: ahead where it is positive.
 
-    It is called `next` and `ahead_2`, `ahead_3`, …; `previous` and `back_2`, `back_3`, …; `self`.
+    Its name is `next`, `ahead_2`, `ahead_3`, …; `previous`, `back_2`, `back_3`, …; or `self`.
 
     >>> [At(offset).name for offset in (-2, -1, 0, 1, 2)]
     ['back_2', 'previous', 'self', 'next', 'ahead_2']
@@ -161,13 +161,13 @@ class At(OneKey):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OfTokens(Pattern):
-    """Keys that are chosen by token ids, `[B, S]` or `[S]`: all that carry the query's token,
-    except the one at a fixed offset from the query's own position."""
+    """Keys selected by token ids, `[B, S]` or `[S]`: all keys with the query's token, except the
+    one at a fixed offset from the query's own position."""
 
     ids: Int[Tensor, "*B S"]
 
     omitted = 0
-    """The offset of the key that is left out."""
+    """The offset of the excluded key."""
 
     def __post_init__(self) -> None:
         dtype = self.ids.dtype if isinstance(self.ids, Tensor) else None
@@ -188,7 +188,7 @@ class OfTokens(Pattern):
             raise ValueError(f"{said}: every query needs the token at its key position.")
 
     def carried(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what keys carry and what queries at their positions look for: both `[B, S]`."""
+        """Return the token of each key and the token that each query looks for: both `[B, S]`."""
         ids = self.ids.to(device).long()
         ids = ids[None] if ids.dim() == 1 else ids
         return ids, ids
@@ -202,7 +202,7 @@ class OfTokens(Pattern):
         return (self.ids,)
 
     def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        """Return the keys as ranges: those sorted by what they carry are one for each token."""
+        """Return the keys as ranges: in order of their tokens, each token is one range."""
         self.check(extent)
         keys, tokens = self.carried(device)
         own = tokens[:, extent.offset :][:, : extent.queries].contiguous()
@@ -221,10 +221,10 @@ class SameToken(OfTokens):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Induction(OfTokens):
-    """Followers of earlier occurrences: keys `j` with `token[j−1] == token[i]`.
+    """Tokens that followed earlier occurrences: keys `j` with `token[j−1] == token[i]`.
 
-    What followed this token before. The query's own follower (where the mask lets it be seen) is
-    no occurrence before it and is left out. `ids` is `[B, S]` or `[S]`.
+    The token right after the query (if the mask allows it) is excluded, since it follows the query
+    itself. `ids` is `[B, S]` or `[S]`.
 
     Source: Olsson et al. 2022, "prefix matching".
     """
@@ -241,7 +241,7 @@ class Induction(OfTokens):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AmongPositions(Pattern):
-    """The keys of another pattern that have a position; the last `without` keys have none."""
+    """The keys of another pattern, except the last `without` keys, which have no position."""
 
     mask: Pattern
     without: int

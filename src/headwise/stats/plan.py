@@ -14,7 +14,7 @@ from .blocks import Accumulator, RowFigure, RowSums, ScoreBlock
 from .view import View
 
 Work = Any
-"""A call while its needs are answered: that of `run.py`, of which plans know nothing."""
+"""A call whose needs are being answered: the `Work` of `run.py`, which plans do not import."""
 
 KERNEL = "the kernel's own"
 CALL = "identity: one more call"
@@ -23,15 +23,15 @@ KERNEL_PASS = "the kernel's pass over the scores"
 ROWS = "rows of scores"
 PAIRS = "the chosen scores alone"
 OUTPUT = "from the output"
-VIA = "from another figure"
-"""The ways in which a need is answered (`Route.kind`)."""
+VIA = "from another metric"
+"""The kinds of routes (`Route.kind`)."""
 
-UNREADABLE = "where numbers cannot be read, it may not depend on them"
+UNREADABLE = "numbers cannot be read here, so the route must not depend on them"
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way in which a need is answered in a call, and the reason if there are others."""
+    """The route by which a need is answered in a call, and the reason if there are others."""
 
     kind: str
     why: str = ""
@@ -48,21 +48,20 @@ class Setting:
     """The properties of a call that routes depend on.
 
     Args:
-        extent: the sizes, with the number of queries that are looked at.
+        extent: the sizes, with the number of observed queries.
         dim: the head dimension.
-        output: the call is made with its output.
-        kernel: a one-pass backend makes the call.
-        kernel_pass: a one-pass backend makes the passes over the scores.
+        output: the call computes its output.
+        kernel: a one-pass backend runs the call.
+        kernel_pass: a one-pass backend runs the passes over the scores.
         nonlinear: why the scores are not linear in the keys; empty if they are.
-        gradients: metrics are to have gradients.
+        gradients: metrics have gradients.
         sinks: there are learned sinks.
-        behind: visible keys are ranges with none ahead of their query; only looked into where a
-            need depends on it.
-        readable: the numbers in the call's tensors can be read; else routes are taken that do not
-            depend on them.
-        whole: all queries are looked at.
+        behind: the visible keys of each query are one range without keys ahead of it; determined
+            only if a need depends on it.
+        readable: values of the call's tensors can be read; otherwise routes do not depend on them.
+        whole: all queries are observed.
         near: probabilities can be computed from the log-sum-exp (`blocks.near`).
-        direct: a one-pass backend reads the call as it is, without a graph.
+        direct: a one-pass backend reads the call unchanged, without a graph.
     """
 
     extent: Extent
@@ -81,57 +80,58 @@ class Setting:
 
 
 class Need(ABC):
-    """Raw numbers of a call that statistics read. Needs that are equal are one.
+    """Raw numbers of a call that statistics read. Equal needs are answered once.
 
-    `name` is what it is called in routes, `kernel` the field of a one-pass backend that holds it.
+    `name` is its name in routes, and `kernel` the field of a one-pass backend that holds it.
     """
 
     name: str
     kernel: str | None = None
     via: Need | None = None
-    """The need whose answer serves where the route is `VIA`."""
+    """The need whose answer is used if the route is `VIA`."""
     passes = False
-    """A one-pass backend answers it by a pass of its own."""
+    """A one-pass backend answers it by a separate pass."""
     scores = True
-    """It reads scores, or their log-sum-exp: else no call is made for its sake."""
+    """It reads scores or their log-sum-exp; otherwise it requires no call."""
     mass = False
-    """It is a mass on chosen keys, of which few queries may hold most."""
+    """It is a mass on chosen keys, most of which may be on few queries."""
     vectors = False
     """True if it needs the queries and keys themselves, not only the scores."""
     output = False
     """It reads the heads' outputs."""
     flexible = False
-    """An extra call or a pass that is made anyhow answers it, whichever costs less."""
+    """It is answered by an extra call or by a pass made for another need, whichever costs less."""
     among_keys = False
     """Its pass is over probabilities among the keys alone, as if there were no sink."""
 
     @abstractmethod
     def route(self, setting: Setting) -> Route:
-        """Return the way in which such a call answers it."""
+        """Return the route by which such a call answers it."""
 
     @abstractmethod
     def answer(self, route: Route, work: Work) -> Any:
-        """Return the numbers, `[B, H, n]` where they are one for each query."""
+        """Return the numbers, `[B, H, n]` if there is one per query."""
 
     def resolve(self, view: View) -> None:  # noqa: B027
-        """Work out now what its metric reads of masks, which may hold other numbers later."""
+        """Compute now what its metric reads from masks, whose values may change later."""
 
     def shown(self, route: Route, work: Work) -> Route:
-        """Return the route as `explain()` shows it, where that depends on numbers."""
+        """Return the route as `explain()` shows it, which may depend on values."""
         return route
 
     def row_figure(self, work: Work) -> RowFigure:
         """Return the sums over keys `[heads, t]` that answer it, from blocks of probabilities."""
-        raise NotImplementedError(f"{self.name} is no sum over keys")
+        raise NotImplementedError(f"{self.name} is not a sum over keys")
 
     def accumulator(self, work: Work) -> Accumulator:
-        """Return what takes in every block of P, before a pass."""
+        """Return the accumulator that a pass feeds with every block of P."""
         return RowSums(self.row_figure(work), work.view.zeros(work.view.extent.queries))
 
     def available(self, route: Route, every: Work, drawn: Work) -> bool:
-        """Return True if the answer of all queries costs next to nothing, their LSE being known.
+        """Return True if the answer for all queries is nearly free once their LSE is known.
 
-        They may be few beside those `drawn`, or have a pass behind them that gave fields too.
+        For example, if there are few queries besides those `drawn`, or if the pass that computed
+        the LSE returned the fields, too.
         """
         given = every.given
         return route.kind == KERNEL and getattr(given, self.kernel or "", None) is not None
@@ -149,10 +149,10 @@ class OfPass(Need):
 
 @dataclass(frozen=True)
 class RowSum(OfPass):
-    """A sum over keys of anything made of P, `[B, H, n]`: `figure(block)` `[heads, t]`, summed.
+    """A custom sum over keys of a function of P, `[B, H, n]`: the sum of `figure(block)`.
 
-    `block.p` and `block.log_p` are `[heads, t, s]` at the queries `block.rows` and the keys
-    `block.keys`. No gradient.
+    `figure` maps a block to `[heads, t]`; `block.p` and `block.log_p` are `[heads, t, s]` at the
+    queries `block.rows` and the keys `block.keys`. No gradient.
     """
 
     name: str
@@ -166,12 +166,12 @@ class RowSum(OfPass):
 class Plan:
     """A route for each need, in the order of the needs.
 
-    `steps` are these once more, each with the field of a one-pass backend that answers it, if one
-    does: `fields` are those fields; `reduced` are the needs that a pass over the scores answers,
-    `rows` those that one over whole rows does; with `together`, one extra call answers two needs.
-    `scores` and `masses` say that some need reads scores, or is a mass, `direct` that a one-pass
-    backend may be given the call as it is. `far` is the plan for calls whose log-sum-exp is not
-    `near`, where that is another.
+    `steps` holds each need and route with the field of a one-pass backend that answers it, if any;
+    `fields` are those fields. `reduced` are the needs answered by a pass over the scores, `rows`
+    those answered by a pass over whole rows. With `together`, one extra call answers two needs.
+    `scores` is True if a need reads scores, `masses` if one is a mass, and `direct` if a one-pass
+    backend can take the call unchanged. `far` is the plan for calls whose log-sum-exp is not
+    `near`, if it differs.
     """
 
     routes: Mapping[Need, Route]
@@ -189,10 +189,10 @@ class Plan:
 def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
     """Choose a route for each need of a call.
 
-    A one-pass backend has its numbers from its own pass. Elsewhere entropy and position are one
-    extra call each; both together are one, a little wider. Beside a pass over the scores that is
-    made anyhow, both come from that; of few queries too, for whom a call would pad and copy all
-    keys.
+    A one-pass backend computes its numbers in its own pass. Otherwise entropy and position take one
+    extra call each, or a single, slightly wider call for both. If another need requires a pass over
+    the scores, both come from that pass. The same holds for few queries, for which an extra call
+    would pad and copy all keys.
     """
     routes = {need: need.route(setting) for need in needs}
     two = [need for need in routes if need.flexible and routes[need].kind != KERNEL]
@@ -227,9 +227,9 @@ def _why_pass(setting: Setting, routes: Mapping[Need, Route]) -> str:
     """Return why entropy and position come from a pass over the scores; empty if they do not."""
     for need, route in routes.items():
         if route.kind == PASS and not (need.among_keys and setting.sinks):
-            return f"it is made for {need.name} anyhow"
+            return f"it is needed for {need.name} anyway"
     if setting.nonlinear and any(n.flexible and r.kind == ROWS for n, r in routes.items()):
-        return "it is made for entropy anyhow"
+        return "it is needed for entropy anyway"
     if setting.output and setting.extent.queries * 8 <= setting.extent.keys:
-        return "of few queries it costs less than a call, which pads and copies all keys"
+        return "for few queries it costs less than a call, which pads and copies all keys"
     return ""

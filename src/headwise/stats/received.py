@@ -1,4 +1,4 @@
-"""`Received`: column sums of P, what heavy-hitter caches keep their keys by."""
+"""`Received`: column sums of P, by which heavy-hitter caches rank their keys."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .statistic import Statistic
 class Received(Statistic):
     """The attention that every key receives: `[B, H, S]`, column sums of P. No gradient.
 
-    Sums to the number of valid queries, less what learned sinks take. Drawn queries count as many
-    as they stand for.
+    It sums to the number of valid queries minus the weight on learned sinks. Sampled queries are
+    weighted by the number of queries they represent.
 
     Args:
-        last: only from the last so many queries (SnapKV's observation window).
+        last: count only this many last queries (SnapKV's observation window). Default: all.
 
     Source: Zhang et al. 2023 (H2O), Li et al. 2024 (SnapKV).
     """
@@ -50,7 +50,7 @@ class Received(Statistic):
 
 @dataclass(frozen=True)
 class _ReceivedFrom(OfPass):
-    """`Σ_i p_ij` `[B, H, S]` from the `last` queries; from all, if that is `None`."""
+    """`Σ_i p_ij` `[B, H, S]` over the `last` queries, or over all if `last` is `None`."""
 
     last: int | None
     name = "received"
@@ -60,7 +60,7 @@ class _ReceivedFrom(OfPass):
         return Route(KERNEL_PASS if setting.kernel_pass else PASS)
 
     def _counts(self, work: Work) -> Tensor:
-        """Return what each query counts: 0 before the first, else as many as it stands for."""
+        """Return the weight of each query: 0 before the `last` ones, else its sampling weight."""
         view = work.view
         first = 0 if self.last is None else view.whole.queries - self.last
         return (view.queries >= first) * view.weights.float()
@@ -76,7 +76,7 @@ class _ReceivedFrom(OfPass):
 
 
 class _Columns:
-    """Sums of P over queries, each of which counts `counts` `[n]`."""
+    """Sums of P over queries, weighted by `counts` `[n]`."""
 
     def __init__(self, total: Tensor, counts: Tensor) -> None:
         self.total, self.counts = total, counts.to(total.dtype)

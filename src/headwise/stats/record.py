@@ -1,4 +1,4 @@
-"""The raw numbers of one call, of which statistics make their metrics; and a metric's values."""
+"""The raw numbers of one call, from which statistics compute metrics; and a metric's values."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from .view import View
 class Record:
     """The results of one call. `record[need]` is the answer to a need.
 
-    Nobody changes one. (To forbid it would triple the time to make one; so with `Reading`.)
-    `out` is the output, where the call was made with one, and `whole_lse` the log-sum-exp of all
-    queries then, else of those looked at, which is `lse`; both are `None` where no call was made.
-    `every` is the record of all queries where some are drawn and numbers of all are available.
+    A record is immutable by convention (a frozen dataclass would triple the time to create one),
+    as is a `Reading`. `out` is the output, if the call computed one. `lse` is the log-sum-exp of
+    the observed queries. `whole_lse` is that of all queries if the call computed its output, else
+    the same as `lse`. Both are `None` if no call was made. `every` is the record of all queries if
+    queries were sampled and results for all of them are available.
     """
 
     view: View
@@ -37,14 +38,14 @@ class Record:
     lse: Float[Tensor, "B H n"] | None = field(default=None, repr=False)
     every: Record | None = None
     direct: bool = False
-    """A one-pass backend has read the call as it is."""
+    """A one-pass backend has read the call unchanged."""
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
 
     @property
     def extent(self) -> Extent:
-        """The call's sizes, with as many queries as are looked at."""
+        """The call's sizes, with the number of observed queries."""
         return self.view.extent
 
     @property
@@ -54,11 +55,11 @@ class Record:
 
     @property
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
-        """The queries that may attend to something."""
+        """The queries that may attend to a key."""
         return self.view.valid_rows
 
     def detached(self) -> Record:
-        """Return the call with its log-sum-exp, without a graph and without answers."""
+        """Return a record of the call and its log-sum-exp only, without a graph."""
         lse = {n: x.detach() for n in ("whole_lse", "lse") if (x := getattr(self, n)) is not None}
         return Record(self.view, {}, **lse)
 
@@ -66,13 +67,14 @@ class Record:
     def form(self) -> Hashable | None:
         """Return a key that is equal for records that can be joined (`beside`), or `None`.
 
-        Joined are records of a GPU, where many small operations take longer than a few large ones.
+        Only records of a GPU are joined, where many small operations take longer than a few large
+        ones.
         """
         view, answers = self.view, self.answers
         mask = view.mask.mask if isinstance(view.mask, Rows) else view.mask
         if view.device.type == "cpu" or view.gradients or not (mask.free or mask.fixed):
             return None
-        if any(x.dim() > 2 and x.shape[-3] > 1 for x in mask.tensors()):  # another one a head
+        if any(x.dim() > 2 and x.shape[-3] > 1 for x in mask.tensors()):  # it differs between heads
             return None
         every = None if self.every is None else self.every.form
         if (every is None) != (self.every is None):
@@ -85,7 +87,7 @@ class Record:
         return mask if mask.free else id(mask), id(view.rows), id(view.drawn), numbers, given, every
 
     def let_go(self, needs: Collection[Need]) -> None:
-        """Forget all but the answers to these needs and the log-sum-exp."""
+        """Drop everything but the answers to these needs and the log-sum-exp."""
         self.out = self.whole_lse = None
         if len(needs) < len(self.answers):
             self.answers = {need: x for need, x in self.answers.items() if need in needs}
@@ -95,7 +97,7 @@ class Record:
 
 
 def beside(records: Sequence[Record]) -> Record:
-    """Return the heads of several records of one form as those of a single one."""
+    """Return one record that has the heads of several records of the same form."""
     first, known = records[0], {}
     answers = {need: _joined([x.answers[need] for x in records], known) for need in first.answers}
     lse = (
@@ -106,7 +108,7 @@ def beside(records: Sequence[Record]) -> Record:
 
 
 def _joined(each: Sequence[Tensor], known: dict[int, Tensor]) -> Tensor:
-    """Return tensors `[B, H, …]` side by side; parts of one tensor in one step."""
+    """Concatenate tensors `[B, H, …]` along the heads; parts of one tensor in one step."""
     base, start = each[0]._base, each[0].storage_offset()
     parts = [x._base for x in each if x._base is not None and x.storage_offset() == start]
     if base is None or base.dim() != 4 or len(parts) < len(each) or base.shape[1:] != each[0].shape:
@@ -119,7 +121,7 @@ def _joined(each: Sequence[Tensor], known: dict[int, Tensor]) -> Tensor:
 
 
 class _Late:
-    """A field, `None` by default, that may be given as a function: that is called when it is read.
+    """A field, `None` by default, that may be given as a function, called when the field is read.
 
     >>> @dataclass(frozen=True)
     ... class Circle:
@@ -148,28 +150,28 @@ class Reading(Brief):
     """One metric of every head: its tensor, and the rows that count in a mean.
 
     `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
-    `[B, H, T]`) holds the queries that have what is measured; `None` means that the metric is not
-    per query. `among` holds the queries that could have had it, where that is news: the share of
-    `rows` in it is the coverage. Of a metric that is the `largest`, heads keep the maximum.
+    `[B, H, T]`) is True for the queries that have the metric; `None` means that the metric is not
+    per query. `among` is True for the queries that could have had it, if that differs: the share of
+    `rows` among them is the coverage. With `largest`, a head's metric is the maximum, not the mean.
 
-    Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
-    a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
-    says how many queries each stands for, and `error` is the standard error of each head's mean
-    `[H]`, worked out when it is first read; or `every` gives the reading of all queries, or `whole`
-    has its sums, and the mean is exact.
+    If only some queries were observed, the T axis has n entries and `sampled` is True: a `largest`
+    is then only a lower bound. For a random sample, `weights` `[n]` is the number of queries that
+    each one represents, and `error` `[H]` is the standard error of each head's mean, computed when
+    first read. If `every` (the reading of all queries) or `whole` (its sums) is given instead, the
+    mean is exact.
 
-    For metrics that are not per query, so that they can be joined over calls: `per_key` says that
-    `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
-    were taken, entry by entry (broadcastable to `values`).
+    For joining metrics that are not per query over calls: `per_key` means that `values` `[B, H, S]`
+    are sums over queries; `over` is the number of queries behind each entry of a mean
+    (broadcastable to `values`).
 
-    `unknown` is the reason why the metric cannot be known for the call; `values` are NaN then.
+    `unknown` is the reason why the metric cannot be computed for the call; `values` are NaN then.
     """
 
     values: Tensor
     rows: Tensor | None = None
     among: Tensor | None = None
     largest: bool = False
-    error: Any = _Late()  # a tensor or None, given as that or as what returns it
+    error: Any = _Late()  # a tensor or None, or a function that returns one
     per_key: bool = False
     over: Tensor | None = None
     sampled: bool = False
@@ -179,12 +181,12 @@ class Reading(Brief):
     every: Callable[[], Reading] | None = None
 
     def detached(self) -> Reading:
-        """Return the same without a graph, with sums in place of what gives the reading of all."""
+        """Return the reading without a graph, with the sums over all queries computed."""
         whole = self.whole if self.every is None else self.moments
         return replace(self, values=self.values.detach(), whole=whole, every=None)
 
     def of(self, heads: slice) -> Reading:
-        """Return the reading of some heads, of a metric of each query or head."""
+        """Return the reading of some heads, for a metric per query or per head."""
 
         def some(x: Tensor | None) -> Tensor | None:
             return x if x is None or x.dim() < 2 or x.shape[1] == 1 else x[:, heads]
@@ -194,17 +196,17 @@ class Reading(Brief):
         )
 
     def without_values(self, why: str) -> Reading:
-        """Return the reading of a metric that cannot be known for its call."""
+        """Return the reading of a metric that cannot be computed for its call."""
         nothing = torch.full_like(self.values, torch.nan)
         return replace(self, values=nothing, unknown=why)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies take along: numbers of which no graph is kept."""
+        """Return the state for copies and pickles, without a graph."""
         return dict(vars(self.detached()))
 
     @property
     def moments(self) -> Moments:
-        """The sums that tables take of it."""
+        """The sums from which tables are computed."""
         if self.whole is not None:
             return self.whole
         if self.every is not None:
@@ -215,9 +217,10 @@ class Reading(Brief):
         return replace(made, errors=(made.heads.count * error).square())
 
     def of_some(self, every: Callable[[], Reading] | None, weights: Tensor | None) -> Reading:
-        """Return the reading as one of some queries, which are drawn if they have weights.
+        """Return the reading marked as one of some queries; with `weights`, of a random sample.
 
-        `every` gives that of all, where it is known: its maximum takes the place of theirs.
+        `every` returns the reading of all queries, if known: its maximum replaces that of the
+        sample.
         """
         if every is not None and self.largest:
             return every()
@@ -231,18 +234,18 @@ class Reading(Brief):
 
     @property
     def of_heads(self) -> bool:
-        """True if a mean or maximum of each head is to be had of it."""
+        """True if it has a mean or maximum per head."""
         axes = 2 if self.rows is None else 3
         single = not self.per_key and self.over is None and self.values.dim() == axes
         return self.largest or single
 
 
 TOGETHER = 1 << 19
-"""The most numbers in a reading that is copied, to be summed up together with others."""
+"""The largest size of a reading that is copied in order to be summed together with others."""
 
 
 def form_of(reading: Reading) -> object | None:
-    """Return what must be equal in readings that stand side by side; `None` of a map or a list."""
+    """Return a key that is equal for readings that can be joined; `None` for maps and lists."""
     x, parts = reading.values, (reading.rows, reading.among, reading.error, reading.weights)
     if not reading.of_heads:
         return None
@@ -256,12 +259,12 @@ def form_of(reading: Reading) -> object | None:
 
 
 def forms_of(each: Iterable[Iterable[Reading]]) -> list[tuple[object, ...]]:
-    """Return the forms of each of these readings; something unlike all others for maps."""
+    """Return the forms of each group of readings; a unique object for maps."""
     return [tuple([form_of(one) or object() for one in readings]) for readings in each]
 
 
 def side_by_side(readings: Sequence[Reading]) -> Reading:
-    """Return the heads of several readings of one form as those of a single one."""
+    """Return one reading that has the heads of several readings of the same form."""
     first = readings[0]
     if len(readings) == 1:
         return first

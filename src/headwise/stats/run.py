@@ -25,7 +25,7 @@ from .view import Lazy, View
 
 
 def run(work: Work) -> Record:
-    """Answer every need of a plan, for which the call was made.
+    """Answer every need of a plan, after the call was made.
 
     Raises:
         ValueError: a need does not fit the call.
@@ -42,9 +42,9 @@ def run(work: Work) -> Record:
 
 
 def _answers(work: Work, steps: Iterable[tuple[Need, Route, str | None]]) -> dict[Need, Any]:
-    """Answer each need: by the field of a one-pass backend as it is, or by its route."""
+    """Answer each need: directly by a field of a one-pass backend, or by its route."""
     given, view = work.given, work.view
-    if not (view.keeps_mask or view.keep_mask()):  # it may hold other numbers when a metric is read
+    if not (view.keeps_mask or view.keep_mask()):  # its values may change before a metric is read
         _ = view.valid_rows
         for need, _, field in steps:
             if field:
@@ -56,27 +56,27 @@ def _answers(work: Work, steps: Iterable[tuple[Need, Route, str | None]]) -> dic
 
 
 class Work:
-    """One call while its needs are answered. Costs are on top of the forward.
+    """One call whose needs are being answered. Costs are on top of the forward pass.
 
     Args:
-        view: the call, at the queries that are looked at.
-        keeps_graph: autograd will come back for the call.
-        output: the call is made with its output; or that, where it has been computed already.
-        projection: the weight of the output projection, or what finds it.
-        strict: scores of finite q and k that are not finite raise an error.
-        known_lse: the log-sum-exp of all queries, from the kernel that has made the output.
+        view: the call, at the observed queries.
+        keeps_graph: autograd needs a graph of the call.
+        output: whether the call computes its output; or the output, if it is precomputed.
+        projection: the weight of the output projection, or a function that returns it.
+        strict: raise an error if scores of finite q and k are not finite.
+        known_lse: the log-sum-exp of all queries, from the kernel that computed the output.
     """
 
     chosen: Backend
     """The backend of the call."""
     plan: Plan
     given: RowStatistics | None = None
-    """The log-sum-exp and fields, of the queries that are looked at."""
+    """The log-sum-exp and fields of the observed queries."""
     every: Work | None = None
-    """The same call at all queries, of which some are drawn, where their log-sum-exp is known."""
+    """The same call at all queries, if queries are sampled and the log-sum-exp of all is known."""
     whole_out: Tensor | None = None
     whole_lse: Tensor | None = None
-    """The log-sum-exp of all queries where the call has its output, else of those looked at."""
+    """The log-sum-exp of all queries if the call computes its output, else of the observed."""
     _mean_key: Tensor
 
     def __init__(
@@ -98,10 +98,10 @@ class Work:
     # ── the call itself ─────────────────────────────────────────────────────────────────────────
 
     def make_call(self, plan: Plan) -> None:
-        """Make the call as a plan needs it: its output, log-sum-exp and fields.
+        """Run the call for a plan: its output, log-sum-exp and fields.
 
         Raises:
-            ValueError: scores of finite q and k are no finite numbers, with `strict`.
+            ValueError: with `strict`, scores of finite q and k are not finite.
         """
         view, whole, self.plan = self.view, None, plan
         masses = view.drawn is not None and plan.masses
@@ -149,7 +149,7 @@ class Work:
     def knows_lse(self, needs: Iterable[Need]) -> bool:
         """Return True if these needs are answered from an LSE that the caller has given.
 
-        That is the model's own, which is another one of padded queries than of the call.
+        It is the model's own LSE, which for padded queries may differ from that of the call.
         """
         if self.known_lse is None or self.output or self.view.gradients or self.keeps_graph:
             return False
@@ -170,14 +170,14 @@ class Work:
             self.every = self._at_every_query(whole)
 
     def _with_sample(self) -> tuple[RowStatistics, RowStatistics] | None:
-        """Return what all queries have, and the sampled ones, where they are looked at alone."""
+        """Return statistics of all queries and of the sample, if the sample takes its own call."""
         view, chosen = self.view, self.chosen
         if view.rows is None or view.gradients or not isinstance(chosen, Native):
             return None
         return chosen.sampled(view.original, self.plan.fields, view.rows, view.drawn is not None)
 
     def look_at_every_query(self) -> None:
-        """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
+        """Compute log-sum-exp and fields of all queries of a call whose queries are sampled."""
         with no_graph():
             every = self._at_every_query(None)
             if isinstance(every.backend, Native):
@@ -187,18 +187,18 @@ class Work:
                 call = self.view.original.with_(**tensors, dropout=0.0)
                 every.lse = every.chosen.run(call)[1]  # type: ignore[misc]  # in place of the lazy one
             lse: Tensor = every.lse  # type: ignore[assignment]
-            if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # elsewhere nobody waits
+            if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # only CPUs need no wait
                 self.every = every
 
     def _at_every_query(self, given: RowStatistics | None) -> Work:
-        """Return the same call at all queries without gradients, of which so much is known."""
+        """Return the same call at all queries without gradients, with the statistics `given`."""
         every = Work(View(self.view.original, None, False), False, False)
         every.chosen, every.plan, every.given = self.chosen, self.plan, given
         return every
 
     @property
     def few(self) -> bool:
-        """Return True if one pass over all queries costs little, as there are so few."""
+        """Return True if there are so few queries that one pass over all of them costs little."""
         return self.view.whole.queries <= ALL_FROM * self.view.extent.queries
 
     @property
@@ -211,28 +211,28 @@ class Work:
         out = self.whole_out if self.precomputed is None else self.precomputed
         if out is None:
             raise ValueError(
-                "a statistic of the heads' outputs, such as OutputNorm(), is given with "
-                "output=False; observe with output=True"
+                "a statistic of the heads' outputs, such as OutputNorm(), requires output=True, "
+                "got output=False"
             )
         return self.view.rows_of(out)
 
     @Lazy
     def backend(self) -> Backend:
-        """The backend of the statistics' own calls: they are in float32, not for every backend."""
+        """The backend of extra calls: these are in float32, which not every backend supports."""
         view, chosen = self.view, self.chosen
         alike = view.rows is None and view.dtype is view.original.q.dtype
         return choose(view.call) if not alike and chosen.refuse(view.call) else chosen
 
     @Lazy
     def lse(self) -> Float[Tensor, "B H n"]:
-        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        """The log-sum-exp of each query's scores and sink; −inf if the query has no visible key."""
         if self.given is not None and self.given.lse is not None:
             return self.given.lse
         return identities.lse_with_sink(self.lse_of_keys, self.view.sinks)
 
     @Lazy
     def near(self) -> bool:
-        """Return True if `exp(s − lse)` keeps its digits in every row, and that can be read."""
+        """Return True if `exp(s − lse)` is known to be accurate in every row."""
         return near(self.lse)
 
     # ── extra calls ─────────────────────────────────────────────────────────────────────────────
@@ -243,28 +243,28 @@ class Work:
 
     @Lazy
     def lse_of_keys(self) -> Float[Tensor, "B H n"]:
-        """The log-sum-exp of each query's scores alone, without its sink."""
+        """The log-sum-exp of each query's scores, without its sink."""
         if nonlinear(self.view.original):
             return self.call(self.view.call)[1]
         return self.lse_of_moved_keys
 
     @Lazy
     def lse_of_moved_keys(self) -> Float[Tensor, "B H n"]:
-        """The same, from the call on the keys less their mean."""
+        """The same, from the call on the keys minus their mean."""
         call, (_, lse) = self.view.call, self.keys_seen
         mean = self._mean_key.repeat_interleave(self.view.extent.group, 1)
         return lse + call.scale * torch.einsum("bhtd,bhd->bht", call.q, mean)
 
     @Lazy
     def keys_seen(self) -> tuple[Tensor, Tensor]:
-        """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean.
+        """`P (K − mean)` and the log-sum-exp of scores against the keys minus their mean.
 
-        Where the positions are needed too, they are more columns: 8, as kernels like it.
+        If positions are needed too, they are appended as columns, padded to 8 for the kernels.
         """
         view, call = self.view, self.view.call
         self._mean_key = identities.mean_key(call.k)
         keys = call.k - self._mean_key[:, :, None]
-        # 0 · NaN is NaN, also in rows that give the key nothing; those that do get it by its score.
+        # 0 · NaN is NaN, even in rows with weight 0 on the key; the others get NaN by its score.
         values = keys.masked_fill(keys.isnan(), 0.0)
         if self.plan.together:
             columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
@@ -279,7 +279,7 @@ class Work:
         return identities.digits(keys, view.positions, view.dtype)[None, None]
 
     def mean_among_keys(self, columns: Float[Tensor, "#B #G S C"]) -> tuple[Tensor, Tensor]:
-        """Return `P @ columns` among the keys alone, head_dim columns to a call; and their LSE."""
+        """Return `P @ columns` over keys only, head_dim columns per call, and the keys' LSE."""
         call, extent = self.view.call, self.view.extent
         wide = columns.to(call.q.dtype).expand(extent.batch, extent.kv_heads, -1, -1)
         split = wide.split(call.q.shape[-1], dim=-1)
@@ -287,7 +287,7 @@ class Work:
         return torch.cat(outs, dim=-1), lses[0]
 
     def left(self, of_keys: Float[Tensor, "B H n"]) -> Float[Tensor, "B H n"]:
-        """Return the share of each row that its sink leaves to the keys, from the LSE of these."""
+        """Return the total weight on the keys of each row, from their LSE."""
         assert self.view.sinks is not None
         if not self.near:
             return self.row_figures([lambda block: block.p.sum(-1)])[0]
@@ -315,11 +315,11 @@ class Work:
         return Scores(self.view.call, self.view.gradients, self.view.sinks)
 
     def row_figures(self, figures: list[RowFigure]) -> list[Tensor]:
-        """Return sums over the keys `[B, H, n]` of whole rows, normalized anew."""
+        """Return sums over the keys `[B, H, n]` of renormalized whole rows."""
         return self.scores.row_figures(figures)
 
     def by_rows(self, need: Need) -> Float[Tensor, "B H n"]:
-        """Return the answer of a need from whole rows, with those of all others of the plan."""
+        """Return the answer to a need from whole rows, computed with all others of the plan."""
         if need not in self._rows:
             wanted = self.plan.rows if need in self.plan.rows else (need,)
             found = self.row_figures([one.row_figure(self) for one in wanted])
@@ -331,7 +331,7 @@ class Work:
         return self.view.by_head(sums)
 
     def reduced(self, need: Need) -> Any:
-        """Return the accumulator of a need, after the pass that answers all of its kind."""
+        """Return the accumulator of a need, after the pass that answers all such needs."""
         if need not in self._reduced:
             view = self.view
             apart = need.among_keys and view.sinks is not None
@@ -349,11 +349,11 @@ def nonlinear(call: Call) -> str:
     """Return why a call's scores are not linear in the keys; empty if they are."""
     if call.softcap is not None:
         return "softcap is not linear in the scores"
-    return "the scores carry a bias" if call.mask.biased else ""
+    return "the scores include a bias" if call.mask.biased else ""
 
 
 def rows_of_p(view: View, queries: Tensor) -> ScoreBlock:
-    """Return whole rows of P `[B · H, t, S]`; `queries` `[t]` counts those looked at."""
+    """Return whole rows of P `[B · H, t, S]`; `queries` `[t]` indexes the observed queries."""
     sinks = None if view.sinks is None else view.sinks.detach()
     every = slice(0, view.extent.keys)
     return Scores(view.constant, sinks=sinks).rows(slice(0, len(queries)), every, queries)

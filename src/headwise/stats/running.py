@@ -22,20 +22,20 @@ _T = TypeVar("_T")
 class Running:
     """Metrics of heads over many calls, in memory that does not grow with their number.
 
-    `running.add(seen)` takes in what `observe()` gave, call by call: a prefill with many queries,
-    then steps with one each and ever more keys. Sums are kept in float64, so the order and size of
-    the steps leave no mark.
+    `running.add(seen)` adds a result of `observe()`, call by call: a prefill with many queries,
+    then decode steps with one query each and a growing number of keys. Sums are kept in float64, so
+    the order and size of the steps make no difference beyond float64 rounding.
 
     * Per query (entropy, masses, …): count, mean, standard deviation and maximum of each head.
-    * Per key (`received`): the sums themselves, `[B, H, S]`; what comes later is longer.
-    * Maps, offsets, similarities: their means, weighted by the queries behind every entry.
+    * Per key (`received`): the sums, `[B, H, S]`, which grow with the number of keys.
+    * Maps, offsets, similarities: means, weighted by the number of queries behind each entry.
 
-    What several of them have seen (of other texts, on other ranks) adds up: `one + other`.
+    `one + other` combines the results of two, for example from different texts or ranks.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8)
     >>> running = Running()
-    >>> for start, stop in (0, 4), (4, 5), (5, 6):  # four tokens at once, then one by one
+    >>> for start, stop in (0, 4), (4, 5), (5, 6):  # four tokens at once, then one at a time
     ...     seen = hw.observe(
     ...         q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop],
     ...         hw.Entropy(), hw.Received(), mask=hw.Causal())
@@ -54,16 +54,16 @@ class Running:
         self._drawn: Tensor | None = None
 
     def add(self, seen: Seen, *, first: int = 0) -> None:
-        """Take in a call's statistics.
+        """Add a call's statistics.
 
         Args:
-            seen: of the same heads as before.
-            first: the position of the call's first key, where a cache has dropped keys before it
-                (`cache.length − S` with a window); so per-key sums stay with their tokens.
+            seen: a result for the same heads as before.
+            first: the position of the call's first key, if a cache has dropped keys before it
+                (`cache.length − S` with a window), so that per-key sums stay aligned with tokens.
 
         Raises:
-            ValueError: another number of heads; maps of another size, or per-key sums of another
-                batch, than before.
+            ValueError: the number of heads, the size of maps, or the batch size of per-key sums
+                differs from earlier calls.
         """
         self.take(seen.readings, seen.record.extent.heads, first)
         view = seen.record.view
@@ -77,17 +77,17 @@ class Running:
         ):
             warnings.warn(
                 "Running.add(seen): its queries are those of the call before, drawn by the same "
-                "seed: standard errors over calls are too small; observe(…, queries=…, seed=…) "
-                "each call with a seed of its own.",
+                "seed, so standard errors over calls are too small; give each call its own seed: "
+                "observe(…, queries=…, seed=…).",
                 stacklevel=2,
             )
 
     def take(self, readings: Mapping[str, Reading], heads: int, first: int = 0) -> None:
-        """Take in the readings of a call by name, as `add()` does."""
+        """Add the readings of a call by name, as `add()` does."""
         if self.calls and heads != self.heads:
             raise ValueError(
-                f"Running.add(seen of {heads} heads): the calls before had {self.heads}; keep one "
-                f"Running for each layer."
+                f"Running.add(seen of {heads} heads): earlier calls had {self.heads}; use one "
+                f"Running per layer."
             )
         parts = {
             name: self._parts.get(name) or _kind_of(reading).start(name, reading.values)
@@ -108,45 +108,45 @@ class Running:
         return tuple(self._parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return each head's mean `[H]` (of `max_logit` the maximum); `[B, H, S]` of sums per key;
-        `[H, …]` of maps. In float64; NaN where it is not known (`unavailable`).
+        """Return a metric in float64: each head's mean `[H]` (for `max_logit` the maximum), sums
+        per key `[B, H, S]`, or a map `[H, …]`. NaN where it is unknown (see `unavailable`).
 
         Raises:
-            KeyError: a name that was not observed; or a list for every query, such as `top_keys`,
-                which has no running figure.
+            KeyError: the name was not observed, or the metric is a list per query, such as
+                `top_keys`, which has no running value.
         """
         return self._part(name).value
 
     def count(self, name: str) -> Tensor:
-        """Return how many queries (or batch rows) stand behind each head's metric: `[H]`."""
+        """Return the number of queries (or batch rows) behind each head's metric: `[H]`."""
         return self._part(name).count
 
     def deviation(self, name: str) -> Tensor:
         """Return the standard deviation of a per-query metric over all its queries: `[H]`; NaN
-        where there was none."""
+        for heads without a query."""
         moments = self._of_queries(name)
         return (moments.squares / moments.count).sqrt()
 
     def maximum(self, name: str) -> Tensor:
-        """Return the largest value of a per-query metric: `[H]`, −inf where there was none."""
+        """Return the largest value of a per-query metric: `[H]`, −inf for heads without a query."""
         return self._of_queries(name).largest
 
     def sampled(self, name: str) -> bool:
-        """Return True if a maximum is that of some of the queries of a call: a lower bound.
+        """Return True if a maximum covers sampled queries only, and so is a lower bound.
 
         Raises:
-            KeyError: as `running[name]`.
+            KeyError: for the same reasons as `running[name]`.
         """
         return getattr(self._part(name), "sampled", False)
 
     def table(self, texts: bool = False) -> list[dict[str, float | int]]:
         """Return a row per head, with the columns of `Seen.table()`, over all calls.
 
-        With `texts`, every batch row of every call counts as a text of its own, and `<name>_se` is
-        the standard error of the mean over texts, from two texts on.
+        With `texts`, every batch row of every call counts as one text, and `<name>_se` is the
+        standard error of the mean over texts, which requires at least two texts.
 
         Raises:
-            ValueError: `texts` that is neither True nor False.
+            ValueError: `texts` is neither True nor False.
         """
         check_texts(texts)
         rows = summary_rows(self.summaries(texts), self.heads)
@@ -154,18 +154,18 @@ class Running:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Return the reason for each metric that heads lack in the table, by its name."""
+        """Return, by name, why each metric is missing from the table for some heads."""
         return unavailable(self.summaries())
 
     def summaries(self, texts: bool = False) -> dict[str, HeadSummary | None]:
-        """Return each metric in one number per head, as `table()` has it; `None` of maps."""
+        """Return each metric as one number per head, as in `table()`; `None` for maps."""
         return {name: part.summary(texts) for name, part in self._parts.items()}
 
     def __add__(self, other: Running) -> Running:
-        """Return what both have seen, as one; neither changes. `sum()` adds many.
+        """Return the combined result of both, which stay unchanged. `sum()` combines many.
 
         Raises:
-            ValueError: they saw other heads or statistics, or metrics that do not add up.
+            ValueError: heads or statistics differ, or metrics cannot be combined.
         """
         if not isinstance(other, Running):
             return NotImplemented
@@ -181,7 +181,7 @@ class Running:
         for name, part in total._parts.items():
             theirs = Running.of_state(other.state(), part.count.device)._parts[name]
             if type(theirs) is not type(part):
-                raise ValueError(f"Running + Running: {name!r} is not the same figure in both.")
+                raise ValueError(f"Running + Running: {name!r} is not the same metric in both.")
             part.merge(theirs)
             part.unknown = part.unknown or theirs.unknown
         total.calls += other.calls
@@ -191,16 +191,16 @@ class Running:
         return self + Running() if other == 0 else NotImplemented
 
     def state(self) -> dict[str, Any]:
-        """Return all of it as plain values and tensors (copies)."""
+        """Return the state as plain values and copied tensors."""
         parts = [{"kind": part.kind, **asdict(part)} for part in self._parts.values()]
         return {"calls": self.calls, "heads": self.heads, "parts": parts}
 
     @classmethod
     def of_state(cls, state: dict[str, Any], device: torch.device | None = None) -> Running:
-        """Return what `state()` gave, on `device` (by default, where it was).
+        """Return a `Running` from a result of `state()`, on `device`. Default: its own device.
 
         Raises:
-            KeyError, TypeError: something that `state()` does not give.
+            KeyError, TypeError: `state` is not a result of `state()`.
         """
         made = cls()
         made.calls, made.heads = int(state["calls"]), int(state["heads"])
@@ -219,12 +219,12 @@ class Running:
     def _of_queries(self, name: str) -> Moments:
         part = self._part(name)
         if not isinstance(part, _OfMoments) or not part.per_query:
-            raise KeyError(f"{name!r} is no figure of single queries")
+            raise KeyError(f"{name!r} is not a metric of single queries")
         return part.moments
 
 
 def _current(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part as `state()` gives it, of files of older versions too."""
+    """Return a part in the current format of `state()`, also from files of older versions."""
     given = dict(saved)
     if given["kind"] == "queries":
         named = {"total": given["mean"] * given["count"], "largest": given["maximum"]}
@@ -245,7 +245,7 @@ def _create(kind: type[_T], given: Mapping[str, Any], device: torch.device | Non
     """Return a dataclass of tensors, moved to `device`, and plain values.
 
     Raises:
-        TypeError: a value of another type than its field's.
+        TypeError: the type of a value differs from that of its field.
     """
     values: dict[str, Any] = {}
     nested = {"Moments": Moments, "ClusterVariance": ClusterVariance}
@@ -260,7 +260,7 @@ def _create(kind: type[_T], given: Mapping[str, Any], device: torch.device | Non
         none = value is None and "None" in wanted
         types = {"bool": bool, "str": str, **nested}
         if not (none or isinstance(value, types.get(wanted, Tensor))):
-            raise TypeError(f"{one.name} is no {one.type}")
+            raise TypeError(f"{one.name} is not a {one.type}")
         values[one.name] = value
     return kind(**values)
 
@@ -270,9 +270,9 @@ def _create(kind: type[_T], given: Mapping[str, Any], device: torch.device | Non
 
 @dataclass(eq=False)
 class _Part:
-    """One metric's sums over calls; of a list for every query, none.
+    """One metric's sums over calls; empty for lists per query.
 
-    `unknown` is the reason why it cannot be known for one of the calls.
+    `unknown` is the reason why it cannot be computed for one of the calls.
     """
 
     name: str
@@ -283,27 +283,27 @@ class _Part:
 
     @classmethod
     def start(cls, name: str, like: Tensor) -> _Part:
-        """Return nothing yet, of a metric whose values look like these."""
+        """Return an empty part for a metric with values of this form."""
         return cls(name, _per_head(like))
 
     def check(self, reading: Reading) -> None:
-        """Raise ValueError where the reading cannot be joined to those before."""
+        """Raise ValueError if the reading cannot be joined to the earlier ones."""
 
     def add(self, reading: Reading, first: int) -> None:
-        """Take in a call's reading; `first` is the position of its first key."""
+        """Add a call's reading; `first` is the position of its first key."""
 
     def merge(self, other: Any) -> None:
-        """Take in what another part of the same metric has seen."""
+        """Add another part of the same metric."""
 
     @property
     def value(self) -> Tensor:
         raise KeyError(
-            f"{self.name!r} is a list for every query and has no running figure; "
-            f"take it from each call's own result"
+            f"{self.name!r} is a list per query and has no running value; "
+            f"read it from the result of each call"
         )
 
     def summary(self, texts: bool) -> HeadSummary | None:
-        """Return the metric in one number per head, for tables; `None` for maps."""
+        """Return the metric as one number per head, for tables; `None` for maps."""
         return None
 
 
@@ -324,7 +324,7 @@ def _per_head(like: Tensor, value: float = 0.0) -> Tensor:
 
 @dataclass(eq=False)
 class _OfMoments(_Part):
-    """A metric in one number for each query, or for each head and batch row."""
+    """A metric with one number per query, or per head and batch row."""
 
     moments: Moments
     texts: ClusterVariance
@@ -395,7 +395,7 @@ class _Largest(_Part):
 
 @dataclass(eq=False)
 class _OfKeys(_Part):
-    """Sums per key; later calls may have more keys, or stand behind dropped ones."""
+    """Sums per key; later calls may have more keys, or start after dropped ones."""
 
     sums: Tensor
 
@@ -411,7 +411,7 @@ class _OfKeys(_Part):
         if batch != now:
             raise ValueError(
                 f"Running.add: {self.name!r} is summed per key, and this call's batch of {now} "
-                f"does not continue the {batch} before; keep one Running for each batch."
+                f"differs from the batch of {batch} before; use one Running per batch."
             )
 
     def add(self, reading: Reading, first: int) -> None:
@@ -422,7 +422,7 @@ class _OfKeys(_Part):
         if batches[0] != batches[1]:
             raise ValueError(
                 f"Running + Running: {self.name!r} is summed per key, and batches of {batches[0]} "
-                f"and {batches[1]} do not add up; leave it out, or use batches of one size."
+                f"and {batches[1]} do not add up; omit it, or use batches of equal size."
             )
         self._join(other.count, other.sums, 0)
 
@@ -467,7 +467,7 @@ class _Means(_Part):
         if self.total.shape != now:
             raise ValueError(
                 f"Running.add: {self.name!r} is {list(now)} for each batch row and was "
-                f"{list(self.total.shape)} before; figures of one size can be averaged."
+                f"{list(self.total.shape)} before; only equal shapes can be averaged."
             )
 
     def _join(self, total: Tensor, over: Tensor) -> None:

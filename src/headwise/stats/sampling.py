@@ -1,10 +1,10 @@
-"""A few queries in place of all: which ones, how much each counts, how far off their mean may be.
+"""Sampling of queries: the sample, the weight of each query, the standard error of the mean.
 
-The first few queries and the last ones are unlike all others: a causal query 0 gives all of its
-mass to key 0, and closing tokens attend in their own way. Such a query counts 1/T in a mean; drawn
-by chance, as one of n, it would count 1/n in some draws and 0 in others. So these are always looked
-at and stand for themselves; of the rest one is drawn from each of as many stretches, which grow
-with the position.
+The first and last few queries are unlike all others: a causal query 0 attends only to key 0, and
+closing tokens have their own patterns. Such a query counts 1/T in a mean; if it were drawn at
+random, it would count 1/n in some samples and 0 in others. Samples therefore always contain these
+queries, with weight 1. The other queries are cut into intervals that grow with the position, and
+one query is drawn from each.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..core.modes import readable, traced
 from ..core.numbers import LONGEST, as_int, format_value
 
 ALL_FROM = 16
-"""Up to so many times the drawn queries, masses are taken at all queries: few of them may hold most
-of a mass, and no sample contains those that it missed."""
+"""If all queries are at most this many times the sampled ones, masses are computed at all queries:
+most of a mass may be on few queries, which a sample can miss."""
 
 
 @dataclass(frozen=True)
 class QuerySample:
     """Queries to look at, `rows` `[n]` in ascending order.
 
-    Where they were drawn, `weights` `[n]` says how many queries each stands for, itself among them;
-    they sum to the number of all. `None` where they were named.
+    For a random sample, `weights` `[n]` is the number of queries that each one represents,
+    including itself; they sum to the number of all queries. For a given list it is `None`.
     """
 
     rows: Tensor
@@ -42,12 +42,13 @@ class QuerySample:
 def draw(
     queries: int | Sequence[int] | Tensor, of: int, seed: int, device: torch.device
 ) -> QuerySample | None:
-    """Return the requested sample: a number of queries, or the queries themselves.
+    """Return the requested sample, given as a number of queries or as a list.
 
-    A number is drawn stratified (`stretches`). `None` where it is at least that of all queries.
+    A number is sampled with stratification (`stretches`). Return `None` if it is at least the
+    number of all queries.
 
     Raises:
-        ValueError: no query, one named twice, or one that there is not.
+        ValueError: there are no queries, or one is listed twice or is out of range.
 
     >>> sample = draw(16, 100, 0, torch.device("cpu"))
     >>> sample.rows[:2], sample.rows[-1], sample.weights.sum()
@@ -67,23 +68,23 @@ def draw(
 
 
 EARLY = 1 / 3
-"""The share of the drawn queries that thin out with their position; the others are spread evenly.
-"""
+"""The share of sampled queries that are spaced logarithmically; the others are spaced evenly."""
 
 
 def stretches(queries: int, of: int) -> Tensor:
-    """Cut `of` queries into stretches, one for each that is drawn: their edges `[n + 1]`.
+    """Cut `of` queries into intervals, one per sampled query, and return their edges `[n + 1]`.
 
-    The first queries (an eighth of those drawn) and the last ones (two at most) are a stretch each.
-    Between them `EARLY` of the edges are even in the logarithm of the position, the others in the
-    position: what falls with the number of keys, as causal masses do, varies little within any.
+    Each of the first queries (an eighth of the sample) and of the last ones (at most two) is its
+    own interval. Between them, a share `EARLY` of the edges is even in the logarithm of the
+    position, the others in the position. Metrics that fall with the number of keys, as causal
+    masses do, then vary little within an interval.
 
     >>> stretches(16, 43)
     tensor([ 0,  1,  2,  4,  6,  8, 10, 13, 17, 20, 23, 27, 31, 35, 39, 42, 43])
     """
     first, last = queries // 8, min(2, queries // 16)
     inner, length = queries - first - last, of - first - last
-    # As steep as the logarithm begins, no stretch is shorter than a query.
+    # No interval is shorter than a query, even where the logarithm is steepest.
     begin = float(max(1, first))
     while inner * (EARLY / (begin * math.log1p(length / begin)) + (1 - EARLY) / length) > 1:
         begin *= 1.25
@@ -98,20 +99,20 @@ def stretches(queries: int, of: int) -> Tensor:
 
 
 def _on(device: torch.device, queries: int, of: int, seed: int) -> QuerySample:
-    """Draw, and copy to a device without a wait; by one seed it is the same on every device."""
+    """Sample and copy to a device without synchronizing; one seed gives the same on any device."""
     rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
     return QuerySample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
 
 
 @functools.lru_cache(256)
 def _kept_on(device: torch.device, queries: int, of: int, seed: int) -> QuerySample:
-    """Draw once for all calls of one length, whose graphs may keep it."""
+    """Sample once for all calls of equal length; their graphs may keep the result."""
     with torch.inference_mode(False):
         return _on(device, queries, of, seed)
 
 
 def _draw(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:
-    """One query from each stretch, in order, and how long that is."""
+    """Return one query from each interval, in order, and the interval's length."""
     generator = torch.Generator("cpu").manual_seed(seed)
     edges = stretches(queries, of)
     low, wide = edges[:-1], edges.diff()
@@ -120,10 +121,10 @@ def _draw(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _sort(rows: Tensor, of: int) -> Tensor:
-    """Named queries in order, counted from the first.
+    """Return listed queries in ascending order, with negative indices resolved.
 
     Raises:
-        ValueError: one named twice, or one that there is not.
+        ValueError: a query is listed twice or is out of range.
     """
     shown = _format_rows(rows)
     ordered = torch.where(rows < 0, rows + of, rows).long().sort().values
@@ -131,11 +132,11 @@ def _sort(rows: Tensor, of: int) -> Tensor:
         there = f"there are {of} queries, from 0 to {of - 1}" if of else "the call has no queries"
         raise ValueError(f"{shown}: {there}.")
     if bool((ordered[1:] == ordered[:-1]).any()):
-        raise ValueError(f"{shown}: a query is named twice.")
+        raise ValueError(f"{shown}: a query is listed twice.")
     return ordered
 
 
-# A compiler looks into neither: generators and the values of tensors are not known to it.
+# A compiler traces neither: it knows neither generators nor the values of tensors.
 _drawn = torch.library.custom_op(
     "headwise::drawn_queries",
     _draw,
@@ -161,15 +162,15 @@ def _(rows: Tensor, of: int) -> Tensor:
 
 
 def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
-    """A number of queries, or their numbers `[n]`.
+    """Return `queries` as a number of queries or as a tensor of their indices `[n]`.
 
     Raises:
-        ValueError: what no call could be sampled by, however many queries it has.
+        ValueError: the argument is not valid for any number of queries.
     """
     count = as_int(queries)
     if count is not None:
         if count < 1:
-            raise ValueError(f"queries={queries}: at least one query must be looked at.")
+            raise ValueError(f"queries={queries}: at least one query is required.")
         return count
     rows = queries if isinstance(queries, Tensor) else None
     if rows is None and isinstance(queries, Collection) and not isinstance(queries, str | bytes):
@@ -182,7 +183,7 @@ def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
         raise ValueError(f"{_format_rows(rows)}: {_WANTED}")
     rows = rows.flatten()
     if readable(rows) and len(rows.unique()) < len(rows):
-        raise ValueError(f"{_format_rows(rows)}: a query is named twice.")
+        raise ValueError(f"{_format_rows(rows)}: a query is listed twice.")
     return rows
 
 
@@ -203,16 +204,16 @@ def _format_rows(rows: Tensor) -> str:
 def standard_error(
     values: Float[Tensor, "B H n"], rows: Bool[Tensor, "B H n"], weights: Float[Tensor, " n"]
 ) -> Float[Tensor, " H"]:
-    """Estimate how far off each head's mean over drawn queries may be; NaN of a single one.
+    """Estimate the standard error of each head's mean over sampled queries; NaN for a single one.
 
-    A stretch holds one drawn query, so its neighbours stand in for others from it: half the squared
-    difference of two (at either end), a sixth of a squared second difference (between, where no
-    even trend adds to it) is the variance within it (Cochran 1977, §5A.12). Of w queries one was
-    looked at: their sum is off by w² of it where the figure follows a trend, by w (w − 1) where it
-    is noise; between these lies w (w − ½), and 0 for a query that stands for itself. As overlapping
-    second differences have about half as many degrees of freedom as there are, the error is widened
-    by t/3, so that three of it hold what three of a normal mean do (Abramowitz & Stegun 1964,
-    26.7.5). Rows that do not count weigh nothing (ratio estimate).
+    Each interval contains one sampled query, so the variance within it is estimated from its
+    neighbours: half the squared difference of two queries (at either end), or a sixth of a squared
+    second difference (in between; a linear trend cancels) (Cochran 1977, §5A.12). One of w queries
+    was observed, so the squared error of their sum is w² times that variance if the metric follows
+    a trend, and w (w − 1) times if it is noise. The estimate uses w (w − ½), and 0 for w = 1.
+    Overlapping second differences have about half as many degrees of freedom as their number, so
+    the error is widened by t/3: three standard errors then cover as much as for a normal mean
+    (Abramowitz & Stegun 1964, 26.7.5). Invalid rows have weight 0 (ratio estimate).
     """
     if len(weights) < 2:
         return values.new_full((values.shape[1],), math.nan)
@@ -225,6 +226,6 @@ def standard_error(
     within = torch.cat([pairs[:, :1], threes, pairs[:, -1:]], dim=1)
     share = weights * (weights - 0.5) * (weights > 1)
     freedom = share.sum().square() / share.square().sum().clamp(min=1) / 2
-    freedom = freedom.clamp(min=0.5)  # where every query stands for itself, and none is off
+    freedom = freedom.clamp(min=0.5)  # if each query represents itself, there is no error
     widened = 1 + 2.5 / freedom + 5.75 / freedom**2 + 10.06 / freedom**3
     return widened * (within @ share).sqrt() / all_counts[:, 0]

@@ -1,4 +1,4 @@
-"""The result of one call: its output, its log-sum-exp, and the requested statistics."""
+"""The result of one call: its output, its log-sum-exp and the requested statistics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .tables import summaries_of, table_rows, unavailable
 class Readings(Mapping[str, Reading]):
     """The metrics that statistics compute from a record, by name.
 
-    Those that are deferred are worked out when somebody reads them, the others at once; all at once
-    where a graph is kept.
+    Deferred statistics are computed when they are first read, the others immediately. If a graph is
+    kept, all are computed immediately.
     """
 
     record: Any
-    """The `Record` that they are worked out of; `None` of a copy, in which all are."""
+    """The `Record` from which they are computed; `None` in a copy, where all are computed."""
 
     def __init__(self, record: Record, statistics: Statistics) -> None:
         self.record, self._statistics = record, statistics.each
@@ -41,7 +41,7 @@ class Readings(Mapping[str, Reading]):
             self._part(number)
 
     def let_go(self) -> Readings:
-        """Return the same readings without the call: what is left to work out needs none of it."""
+        """Return the same readings without the call, which deferred statistics do not need."""
         if None not in self._parts:
             self.record = None
         elif self.record is not None:
@@ -57,14 +57,14 @@ class Readings(Mapping[str, Reading]):
         return None if form is None else (id(self._statistics), form)
 
     def beside(self, *others: Readings) -> Readings:
-        """Return these and others of the same form as the readings of one call with all heads."""
+        """Join these with others of the same form into the readings of one call with all heads."""
         found = object.__new__(Readings)
         vars(found).update(vars(self), _parts=[None] * len(self._parts))
         found.record = beside([self.record, *(other.record for other in others)])
         return found
 
     def of_all_queries(self, statistics: Statistics) -> bool:
-        """Return True if these statistics, some of them all, are known of every query."""
+        """Return True if these statistics (all or a subset) are known for every query."""
         record = self.record
         if record is None or record.view.rows is None:
             return False
@@ -88,7 +88,7 @@ class Readings(Mapping[str, Reading]):
     def _of_every_query(
         self, every: Record | None, statistic: Statistic
     ) -> Callable[[str], Callable[[], Reading]] | None:
-        """Return what gives the readings of all queries, where some are drawn and all are known."""
+        """Return a function of the readings of all queries, if queries are sampled."""
         needs = statistic.needs.values()
         if every is None or not needs or not all(need in every.answers for need in needs):
             return None
@@ -103,7 +103,7 @@ class Readings(Mapping[str, Reading]):
         return lambda name: partial(reading, name)
 
     def __getitem__(self, name: str) -> Reading:
-        if name not in self._owner:  # such as the contribution, where a projection is known
+        if name not in self._owner:  # such as the contribution, if a projection is known
             every = range(len(self._parts))
             self._owner = self._owner | {x: n for n in every for x in self._part(n)}
         return self._part(self._owner[name])[name]
@@ -114,7 +114,7 @@ class Readings(Mapping[str, Reading]):
         return {name: reading for part in each for name, reading in part.items()}.items()
 
     def values_of(self, name: str) -> Tensor | None:
-        """Return a metric's values, where they are the answer to a need as it stands."""
+        """Return a metric's values if they are the unchanged answer to a need."""
         number, record = self._owner.get(name), self.record
         if number is None or record is None:
             return None
@@ -127,11 +127,11 @@ class Readings(Mapping[str, Reading]):
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The names that were requested; none is worked out."""
+        """The requested names, without computing any metric."""
         return tuple(self._owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy holds: every reading, and no graph."""
+        """Return the state for copies: every reading, without a graph."""
         parts = [self._part(number) for number in range(len(self._parts))]
         ready = [{name: x.detached() for name, x in part.items()} for part in parts]
         nothing = (None,) * len(parts)
@@ -151,7 +151,7 @@ class Readings(Mapping[str, Reading]):
 
 
 def _of_queries(statistic: Statistic) -> bool:
-    """Return True if a statistic reads something of the queries that are looked at."""
+    """Return True if a statistic depends on the observed queries."""
     needs = statistic.needs.values()
     return not needs or any(need.scores for need in needs)
 
@@ -160,25 +160,25 @@ def _of_queries(statistic: Statistic) -> bool:
 class Seen(HeadTable):
     """The results of one call: the output, its log-sum-exp, and every statistic requested.
 
-    `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
-    queries, n of them stand in place of T. The first and the last of drawn queries stand for
-    themselves, the others for more (`seen.reading(name).weights`), so that a plain mean over n is
-    none over T; what is per key or head, and `table()`, weighs them. `lse` is that of all queries
-    where the output was computed with it, else of those looked at.
+    `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head. With
+    sampled queries, the T axis has n entries. The first and last sampled queries represent only
+    themselves, the others several queries (`seen.reading(name).weights`), so a plain mean over n is
+    not a mean over T; `table()` and metrics per key or head apply these weights. `lse` covers all
+    queries if the output was computed, else the observed ones.
     """
 
     record: Record = field(repr=False)
     readings: Readings = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
     lost: bool = False
-    """Statistics could have had a gradient, and were requested without."""
-    changed: Callable[[], bool] = bool  # which says no
-    """Returns True if the call's tensors may hold other numbers than when they were observed."""
+    """Statistics could have had a gradient, but were requested without one."""
+    changed: Callable[[], bool] = bool  # returns False
+    """Returns True if the values of the call's tensors may have changed since the observation."""
     again: Callable[[], Record] | None = None
-    """Makes the call that no statistic needed, for its log-sum-exp."""
+    """Runs the call for its log-sum-exp, if no statistic needed it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles take along: numbers of which no graph is kept."""
+        """Return the state for copies and pickles, without a graph."""
         with self._without_autocast():
             record = self._scored.detached()
             readings = self.readings.__getstate__()
@@ -203,7 +203,7 @@ class Seen(HeadTable):
 
     @property
     def lse(self) -> Float[Tensor, "B H _"]:
-        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        """The log-sum-exp of each query's scores and sink; −inf if the query has no visible key."""
         with self._without_autocast():
             lse = self._scored.whole_lse
         assert lse is not None
@@ -214,7 +214,7 @@ class Seen(HeadTable):
         """The attention output.
 
         Raises:
-            ValueError: it was observed with `output=False`.
+            ValueError: the call was observed with `output=False`.
         """
         if self.output is None:
             raise ValueError("seen.out: observed with output=False, so there is no output")
@@ -228,13 +228,13 @@ class Seen(HeadTable):
 
     @property
     def rows(self) -> Tensor:
-        """The queries looked at that may attend to anything; broadcasts to `[B, H, n]`."""
+        """The observed queries that may attend to a key; broadcasts to `[B, H, n]`."""
         return self.record.valid_rows
 
     @property
     def queries(self) -> Int[Tensor, " n"]:
-        """The numbers of the queries looked at, in order."""
-        queries = self.record.view.queries  # those drawn are shared by alike calls
+        """The indices of the observed queries, in ascending order."""
+        queries = self.record.view.queries  # samples are shared by equal calls
         return queries if self.record.view.drawn is None else queries.clone()
 
     def weights(
@@ -243,15 +243,15 @@ class Seen(HeadTable):
         queries: Which = None,
         keys: Which = None,
     ) -> Float[Tensor, "B h t s"]:
-        """Return exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
+        """Return these entries of P, from q, k and the log-sum-exp: O(D) per entry.
 
         Args:
-            heads, queries, keys: numbers, lists of them or slices; default all. Of sampled queries,
-                their places in `seen.queries`.
+            heads, queries, keys: indices, lists of indices, or slices. Default: all. With sampled
+                queries, `queries` are positions in `seen.queries`.
 
         Raises:
-            ValueError: a number that there is not; q, k, mask or sinks that were changed in place
-                since, so that these rows have another log-sum-exp.
+            ValueError: an index is out of range; or q, k, mask or sinks were changed in place since
+                the observation, so that the log-sum-exp of these rows differs.
 
         >>> import headwise as hw
         >>> q = k = v = torch.randn(1, 2, 300, 8)
@@ -272,7 +272,7 @@ class Seen(HeadTable):
         """Return a metric with the rows that count in its mean.
 
         Raises:
-            KeyError: a name that was not requested; the message lists the requested ones.
+            KeyError: the name was not requested; the message lists the requested names.
         """
         if name == "lse" and name not in self.readings:
             with self._without_autocast():
@@ -290,20 +290,21 @@ class Seen(HeadTable):
         return tuple(self.readings)
 
     def table(self) -> list[dict[str, float | int]]:
-        """Return a row per head: the mean over batch and valid queries; of `max_logit` the maximum.
+        """Return a row per head: the mean over batch and valid queries; the maximum of `max_logit`.
 
-        Where queries were drawn, a mean is that of all where it costs next to nothing: of figures
-        of the kernel's own pass, of masses on single keys and within narrow windows beside the
-        log-sum-exp of all queries, and of every mass where all are at most 16 times the drawn ones.
-        Of others, `<name>_se` is the standard error. The largest of some queries' logits is
-        `max_logit_sampled`: the true one may be higher. A mass whose pattern has no target on some
-        rows is averaged over the others, and `<name>_coverage` is their share. A row omits metrics
-        that are unknown for its head (NaN in tensors); `unavailable` has the reasons.
+        With sampled queries, a mean still covers all queries if that is nearly free: for metrics of
+        the kernel's own pass; for masses on single keys and within narrow windows, if the
+        log-sum-exp of all queries is computed; and for every mass, if the sample is at least 1/16
+        of all queries. For other metrics, `<name>_se` is the standard error, and the largest logit
+        of the sample is `max_logit_sampled`: the true maximum may be higher. A mass whose pattern
+        has no target in some rows is averaged over the others, and `<name>_coverage` is their
+        share. A row omits metrics that are unknown for its head (NaN in tensors); `unavailable` has
+        the reasons.
         """
         rows = table_rows(self.readings, self.record.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Return the reason for each metric that heads lack in the table, by its name."""
+        """Return, by name, why each metric is missing from the table for some heads."""
         return unavailable(summaries_of(self.readings))

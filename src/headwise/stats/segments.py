@@ -26,20 +26,20 @@ Range = tuple[int, int]
 class Segments(Statistic):
     """The attention to each segment of the keys: `[B, H, T]` by its name, between 0 and 1.
 
-    Of the segment J, `Σ_{j∈J} p_ij`. As for `Mass`, its mean is over the queries that may attend
-    to a key of the segment. All segments are answered together: by one more attention call for
-    each D of them, or of few queries by their rows of P.
+    For a segment J it is `Σ_{j∈J} p_ij`. As for `Mass`, the mean is over the queries that may
+    attend to a key of the segment. All segments are computed together: by one extra attention call
+    per D segments, or, for few queries, from their rows of P.
 
     Args:
-        segments: by name, the positions of its keys: a range `(start, stop)`, a list of ranges, or
-            a boolean tensor `[S]` or `[B, S]`, such as `input_ids == image_token`. Positions count
-            from the first token that was ever put in: while a cache grows or drops keys, those of a
-            segment stay, and later keys are in none.
-        first_key: the position of the call's first key; `watch()` knows it.
-        positions: how many keys have a position, if others stand behind them.
+        segments: maps each name to the positions of its keys: a range `(start, stop)`, a list of
+            ranges, or a boolean tensor `[S]` or `[B, S]`, such as `input_ids == image_token`.
+            Positions count from the first token of the sequence, so the positions of a segment stay
+            valid while a cache grows or drops keys; later keys are in no segment.
+        first_key: the position of the call's first key; `watch()` sets it.
+        positions: the number of keys that have a position, if keys without one follow them.
 
     Raises:
-        ValueError: no segments; a name that is no string; positions of another form.
+        ValueError: there are no segments, a name is not a string, or positions have another form.
 
     >>> import headwise as hw
     >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
@@ -47,7 +47,7 @@ class Segments(Statistic):
     >>> seen = hw.observe(q, k, v, segments, mask=hw.Causal())
     >>> seen["system"].shape
     torch.Size([1, 4, 10])
-    >>> bool((seen["system"][..., :3] > 0.999).all())  # there is nothing else yet
+    >>> bool((seen["system"][..., :3] > 0.999).all())  # no other keys are visible yet
     True
     """
 
@@ -111,8 +111,8 @@ class Segments(Statistic):
         return tuple(self.segments)
 
     def among(self, first_key: int, positions: int | None) -> Segments:
-        """Return the same of a call whose first key has this position, and of whose keys so many
-        have one: the others stand behind them."""
+        """Return the segments for a call whose first key has position `first_key` and whose first
+        `positions` keys have a position."""
         return Segments(self.segments, first_key, positions)
 
     def chosen(self, keys: int, device: torch.device) -> Bool[Tensor, "#B S n"]:
@@ -170,7 +170,7 @@ def _positions(name: object, given: object) -> tuple[Range, ...] | Tensor:
 
 
 class _OnSegments(Need):
-    """`Σ_{j∈J} p_ij` of each segment, `[B, H, n, segments]`, and which queries see a key of it."""
+    """`Σ_{j∈J} p_ij` per segment, `[B, H, n, segments]`, and the queries that see a key of it."""
 
     name = "segments"
 
@@ -179,7 +179,7 @@ class _OnSegments(Need):
 
     def route(self, setting: Setting) -> Route:
         if setting.extent.queries * 8 <= setting.extent.keys:
-            return Route(ROWS, "of few queries it costs less than a call, which pads all keys")
+            return Route(ROWS, "for few queries it costs less than a call, which pads all keys")
         calls = -(-len(self.of.names) // setting.dim)
         return Route(CALL) if calls == 1 else Route(f"identity: {calls} more calls")
 

@@ -1,4 +1,4 @@
-"""`Similarity`: how alike two heads of a layer attend."""
+"""`Similarity`: the distance between the attention of two heads of a layer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .statistic import Statistic
 class Similarity(Statistic):
     """The distance between the attention of two heads: `[B, H, H]`, Jensen–Shannon, 0 to 1.
 
-    `√(H(½p + ½r) − ½H(p) − ½H(r))`, entropies in bits, averaged over valid queries among `queries`
-    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal; NaN of two heads
-    that no drawn query attends in both. A learned sink is one outcome more. No gradient.
+    `√(H(½p + ½r) − ½H(p) − ½H(r))`, with entropies in bits, averaged over the valid queries in a
+    stratified sample of `queries` (all, if there are fewer). 0 on the diagonal; NaN for two heads
+    without a common valid query. A learned sink is one more outcome. No gradient.
 
     Source: Lin 1991; between heads: Clark et al. 2019, §6.
     """
@@ -54,7 +54,7 @@ class Similarity(Statistic):
 
 @dataclass(frozen=True)
 class _DistanceOfHeads(Need):
-    """Sums of distances between heads over drawn queries, and how many counted: `[B, H, H]`."""
+    """Sums of distances between heads over sampled queries, and their number: `[B, H, H]`."""
 
     queries: int
     seed: int
@@ -62,7 +62,7 @@ class _DistanceOfHeads(Need):
 
     def route(self, setting: Setting) -> Route:
         there = setting.extent.queries
-        return Route("drawn rows of P", f"{min(self.queries, there)} of {there}")
+        return Route("sampled rows of P", f"{min(self.queries, there)} of {there}")
 
     def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor]:
         view = work.view
@@ -82,7 +82,7 @@ class _DistanceOfHeads(Need):
 
 
 def _drawn(of: Similarity | _DistanceOfHeads, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample queries that stand for so many each `[T]`: their numbers, and for how many."""
+    """Sample queries, which represent `weights` `[T]` queries; return indices and new weights."""
     sample = draw(of.queries, len(weights), of.seed, weights.device)
     if sample is None:
         return torch.arange(len(weights), device=weights.device), weights
@@ -91,9 +91,9 @@ def _drawn(of: Similarity | _DistanceOfHeads, weights: Tensor) -> tuple[Tensor, 
 
 
 def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return distances of all pairs of heads, and 1 where both see something: both `[B, n, H, H]`.
+    """Return distances of all pairs of heads, and 1 where both see a key: both `[B, n, H, H]`.
 
-    `p` is `[B, H, n, S]`, and what a learned sink takes `[B, H, n]`.
+    `p` is `[B, H, n, S]`, and `sink`, the weight on a learned sink, is `[B, H, n]`.
     """
     heads = p.shape[1]
     if sink is not None:
@@ -105,12 +105,12 @@ def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     for head in range(heads - 1):
         one, others = p[:, :, head, None], p[:, :, head + 1 :]
         both = one + others
-        # With t = (p − r) / (p + r): ¼ Σ (p + r) ((1 + t) log(1 + t) + (1 − t) log(1 − t)), and no
-        # difference of entropies, whose rounding the root would blow up where heads are alike.
+        # With t = (p − r) / (p + r): ¼ Σ (p + r) ((1 + t) log(1 + t) + (1 − t) log(1 − t)). It
+        # avoids a difference of entropies, whose rounding the root would amplify for similar heads.
         t = ((one - others) / both.clamp(min=tiny)).clamp(eps - 1, 1 - eps)
         apart = (1 + t) * torch.log1p(t) + (1 - t) * torch.log1p(-t)
         apart = torch.linalg.vecdot(both, apart) / (4 * math.log(2))
-        apart = apart.clamp(0, 1).sqrt()  # rounding may lead past either end
+        apart = apart.clamp(0, 1).sqrt()  # rounding may exceed either bound
         distances[:, :, head, head + 1 :] = apart
         distances[:, :, head + 1 :, head] = apart
     return distances, valid[..., None] * valid[..., None, :]

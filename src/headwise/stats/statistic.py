@@ -19,12 +19,11 @@ from .view import Lazy
 class Statistic(ABC):
     """A statistic: the names of its metrics, what it needs of a call, and its definition on P.
 
-    `needs` holds a need by the name of each metric; what answers it is `record[need]`. A subclass
-    that is `deferred` reads nothing of the record but answers, counts and sizes, each head's by
-    itself, and so may work its metrics out when somebody reads them, of many layers at once.
-    Metrics named in `raw` are the answers of their needs as they stand, or the first part of one.
-    A subclass that is `free` holds no tensors and can be compared by `==`: plans for it are
-    kept.
+    `needs` maps the name of each metric to a need, whose answer is `record[need]`. A subclass that
+    is `deferred` reads only answers, counts and sizes of the record, each head independently, so
+    its metrics can be computed when first read, for many layers at once. Metrics named in `raw` are
+    the unchanged answers to their needs, or the first item of an answer. A subclass that is `free`
+    holds no tensors and can be compared by `==`, so its plans are cached.
     """
 
     names: tuple[str, ...] = ()
@@ -35,7 +34,7 @@ class Statistic(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "free" not in vars(cls):  # of a subclass, only it can say so
+        if "free" not in vars(cls):  # not inherited: each subclass declares it
             cls.free = False
         if {"metric", "needs"} & vars(cls).keys():
             for name, nothing in (("raw", ()), ("deferred", False)):
@@ -43,24 +42,24 @@ class Statistic(ABC):
                     setattr(cls, name, nothing)
 
     def metric(self, record: Record) -> dict[str, Reading]:
-        """Return the metrics by name; by default, the answers are per query and need no more."""
+        """Return the metrics by name. Default: the answers themselves, one value per query."""
         valid, answers = record.view.valid_rows, record.answers
         return {name: Reading(answers[need], valid) for name, need in self.needs.items()}
 
     @abstractmethod
     def define(self, full: Definition) -> dict[str, Tensor]:
-        """Return the same from the whole matrix, as the textbook would."""
+        """Return the same metrics from the whole matrix, by their definition."""
 
 
 class Statistics:
-    """Statistics that are requested together, and what is known of all of them."""
+    """Statistics that are requested together, and their joint properties."""
 
     def __init__(self, each: Iterable[Statistic]) -> None:
         self.each = tuple(each)
 
     @classmethod
     def of(cls, statistics: Iterable[Statistic]) -> Statistics:
-        """Return the statistics as one: equal ones that hold no tensors are the same object."""
+        """Return the statistics as one object, cached for equal statistics without tensors."""
         if isinstance(statistics, Statistics):
             return statistics
         each = tuple(statistics)
@@ -68,7 +67,7 @@ class Statistics:
             return cls(each)
         try:
             known = _KNOWN.get(each)
-        except TypeError:  # one of somebody's own has no hash
+        except TypeError:  # a custom statistic may not be hashable
             return cls(each)
         if known is None:
             known = cls(each)
@@ -84,10 +83,10 @@ class Statistics:
 
     @Lazy
     def owner(self) -> dict[str, int]:
-        """The number of the statistic that each name is of.
+        """The index of the statistic that owns each name.
 
         Raises:
-            ValueError: two have the same name.
+            ValueError: two statistics have the same name.
         """
         numbers: dict[str, int] = {}
         for number, statistic in enumerate(self.each):
@@ -99,7 +98,7 @@ class Statistics:
 
     @Lazy
     def needs(self) -> tuple[Need, ...]:
-        """Their needs, each need once."""
+        """Their needs, without duplicates."""
         return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
 
     @Lazy
@@ -109,22 +108,22 @@ class Statistics:
 
     @Lazy
     def at_once(self) -> tuple[int, ...]:
-        """The numbers of those whose metrics are worked out with the call."""
+        """The indices of the statistics whose metrics are computed with the call."""
         return tuple(number for number, one in enumerate(self.each) if not one.deferred)
 
     @Lazy
     def later(self) -> frozenset[Need]:
-        """The needs of those that are worked out later."""
+        """The needs of the deferred statistics."""
         return frozenset(n for one in self.each if one.deferred for n in one.needs.values())
 
     @Lazy
     def later_alone(self) -> bool:
-        """True if all are worked out later, and none holds tensors."""
+        """True if all are deferred and none holds tensors."""
         return self.free and not self.at_once
 
     @Lazy
     def free(self) -> bool:
-        """True if none holds tensors: equal ones then need the same."""
+        """True if none holds tensors, so that equal statistics have equal needs."""
         return all(isinstance(one, Statistic) and one.free for one in self.each)
 
 
@@ -133,7 +132,7 @@ _KNOWN: BoundedCache[tuple[Statistic, ...], Statistics] = BoundedCache()
 
 
 def check_statistics(statistics: Sequence[object], function: str) -> None:
-    """Raise ValueError for what is no statistic, quoting `function`."""
+    """Raise ValueError for anything that is not a statistic, quoting `function`."""
     for statistic in statistics:
         if not isinstance(statistic, Statistic):
             made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"

@@ -17,10 +17,10 @@ from .record import Reading, forms_of, side_by_side
 
 @dataclass(frozen=True, repr=False)
 class HeadSummary(Brief):
-    """A metric in one number per head `[H]`, over batch, valid queries and calls.
+    """A metric as one number per head `[H]`, over batch, valid queries and calls.
 
-    It is NaN where it is unknown: for the reason `unknown`, because weights are NaN, or because the
-    mean is over nothing (`count` is 0). With `sampled`, a maximum is that of some of the queries.
+    It is NaN if it is unknown: for the reason `unknown`, because weights are NaN, or because no
+    query counts (`count` is 0). With `sampled`, a maximum covers only some of the queries.
     """
 
     mean: Tensor
@@ -31,7 +31,7 @@ class HeadSummary(Brief):
     unknown: str = ""
 
     def split(self, sizes: Sequence[int]) -> list[HeadSummary]:
-        """Return the summaries of modules that have so many of these heads each, in order."""
+        """Split into one summary per module, given the number of heads of each."""
         sizes = list(sizes)
         parts = (
             [None] * len(sizes) if x is None else x.split(sizes)
@@ -47,7 +47,7 @@ class HeadSummary(Brief):
 def summarise(readings: Sequence[Reading], texts: bool = False) -> HeadSummary | None:
     """Return the metric of each head over the readings of one or more calls; `None` for maps.
 
-    With `texts`, its error is that over texts in place of that of drawn queries.
+    With `texts`, its error is the standard error over texts, not over sampled queries.
     """
     first = readings[0]
     unknown = next((reading.unknown for reading in readings if reading.unknown), "")
@@ -83,8 +83,8 @@ def summarise_each(
 ) -> list[HeadSummary | None]:
     """Return `summarise()` of the readings of each of several modules.
 
-    Modules whose readings are alike are summed up together, as if their heads were those of one: a
-    table of many layers takes as few operations, and copies to the host, as that of a single one.
+    Modules whose readings have the same form are summed together, as if they were one module: a
+    table of many layers takes no more operations and copies to the host than a table of one.
     """
     alike: dict[object, list[int]] = {}
     for place, forms in enumerate(forms_of(each)):
@@ -104,13 +104,13 @@ def summarise_each(
 def split_each(
     summaries: Iterable[HeadSummary | None], heads: Iterable[Sequence[int]]
 ) -> list[list[HeadSummary | None]]:
-    """Cut each summary into those of modules that have so many of its heads each, in order."""
+    """Split each summary into one per module, given the number of heads of each."""
     pairs = zip(summaries, heads, strict=True)
     return [[None] * len(sizes) if one is None else [*one.split(sizes)] for one, sizes in pairs]
 
 
 def check_texts(texts: object) -> None:
-    """Raise ValueError for `texts` of a table that is no flag, such as the name of a statistic."""
+    """Raise ValueError if `texts` is not a flag but, for example, the name of a statistic."""
     if fault := fault_of_flags(texts=texts):
         raise ValueError(
             f"table(texts={format_value(texts)}): {fault}; table() has a column for "
@@ -124,7 +124,7 @@ def table_rows(readings: Mapping[str, Reading], heads: int) -> list[dict[str, fl
 
 
 def summaries_of(readings: Mapping[str, Reading]) -> dict[str, HeadSummary | None]:
-    """Return the metrics of a call in one number per head; those that are alike at once."""
+    """Return the metrics of a call as one number per head; equal forms are summed together."""
     each = summarise_each([[one] for one in readings.values()])
     return dict(zip(readings, each, strict=True))
 
@@ -152,7 +152,7 @@ def summary_rows(summaries: Mapping[str, HeadSummary | None], heads: int) -> lis
 
 
 def unavailable(summaries: Mapping[str, HeadSummary | None], first_head: int = 0) -> dict[str, str]:
-    """Return the reason for each metric that the row of some head omits."""
+    """Return the reason for each metric that is missing from the row of some head."""
     reasons = {}
     for name, one in summaries.items():
         if one is None or not bool((nan := one.mean.isnan()).any()):
@@ -171,5 +171,5 @@ def unavailable(summaries: Mapping[str, HeadSummary | None], first_head: int = 0
 
 
 def _heads(numbers: Tensor) -> str:
-    """Name heads by their numbers, the first of many."""
+    """Name heads by their numbers; for many heads, only the first ones."""
     return f"head{'s' * (len(numbers) > 1)} {and_more(list(map(str, numbers.tolist())), 8)}"

@@ -22,12 +22,12 @@ from .statistic import Statistic
 class TopKeys(Statistic):
     """The keys that each query attends to most: `top_keys` and `top_weights`, `[B, H, T, k]`.
 
-    Exact, from a pass over the scores; in order of weight, the earlier key first among equals.
-    Where a query sees fewer than k keys, the rest are key −1 with weight 0; where its weights are
-    NaN, all of them are key −1 with weight NaN. No gradient.
+    Exact, from a pass over the scores; sorted by weight, with the earlier key first among ties. If
+    a query sees fewer than k keys, the remaining entries are key −1 with weight 0. If its weights
+    are NaN, all entries are key −1 with weight NaN. No gradient.
 
     Args:
-        k: how many, at least 1.
+        k: the number of keys, at least 1.
     """
 
     k: int = 5
@@ -94,9 +94,9 @@ class _Top:
 
 
 def _largest(logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of the last axis and their places; the earlier among equals."""
+    """Return the k largest entries of the last axis and their indices; ties keep the earlier."""
     if read_at_once(logs):
-        found, index = logs.topk(k, dim=-1)  # which takes any among equals
+        found, index = logs.topk(k, dim=-1)  # its order among ties is arbitrary
         least = found[..., -1:]
         if not bool((((logs >= least).sum(-1, keepdim=True) > k) & (least > -math.inf)).any()):
             index = index.sort(dim=-1).values

@@ -1,4 +1,4 @@
-"""A call as its statistics read it: in their dtype, at the queries that are looked at."""
+"""A call as its statistics read it: in their dtype, at the observed queries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """`functools.cached_property` without its lock, which no graph of `torch.compile` can hold.
+    """`functools.cached_property` without its lock, which `torch.compile` cannot trace.
 
     >>> class Circle:
     ...     @Lazy
@@ -50,15 +50,15 @@ class Lazy(Generic[T]):
         if owner is None:
             return self
         value = self.work_out(owner)
-        setattr(owner, self.name, value)  # which is found before this, from now on
+        setattr(owner, self.name, value)  # found before this descriptor from now on
         return value
 
 
 class View:
-    """A call without its values, of which `rows` are looked at; all queries, if that is `None`.
+    """A call without its values, observed at the queries `rows`, or at all if `rows` is `None`.
 
-    `n` stands for their number. Without `gradients` it leaves nothing in the call's own graph.
-    Where they were drawn, `drawn` `[n]` says how many queries each of them stands for.
+    `n` is the number of observed queries. Without `gradients` it adds nothing to the call's graph.
+    For a random sample, `drawn` `[n]` is the number of queries that each one represents.
     """
 
     rows: Int[Tensor, " n"] | None = None
@@ -79,7 +79,7 @@ class View:
             self.mask = Rows(original.mask, rows, self.whole)
 
     def let_go(self) -> None:
-        """Forget the numbers of the call; of masks, those that hold tensors of others."""
+        """Release the call's tensors, and masks that hold tensors owned by others."""
         known = vars(self)
         for name in _TENSORS:
             known.pop(name, None)
@@ -89,22 +89,22 @@ class View:
             self.of_all.let_go()
 
     def keep_mask(self) -> bool:
-        """Return True if the mask is the view's own, and stays as it is; a small one is copied."""
+        """Return True if the view owns its mask, which then cannot change; copy a small one."""
         if not self.keeps_mask and (own := _copied(self.original.mask)) is not None:
             self.mask = own if self.rows is None else Rows(own, self.rows, self.whole)
             self.keeps_mask = True
         return self.keeps_mask
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what copies take along: the call, and nothing that is worked out of it."""
+        """Return the state for copies: the call, without anything computed from it."""
         sample = None if self.rows is None else QuerySample(self.rows, self.drawn)
         return View, (self.original, sample, False)
 
     @Lazy
     def call(self) -> Call:
-        """The call among the keys alone, in the dtype of statistics.
+        """The call without sinks, in the dtype of statistics.
 
-        No statistic reads the values; keys stand in for them where a kernel wants some.
+        No statistic reads the values; if a kernel requires values, keys are passed.
         """
         return self._in(self.dtype)
 
@@ -117,7 +117,7 @@ class View:
     def scored(self) -> Call:
         """The call with its sinks, as a one-pass backend reads it.
 
-        On CUDA that is in its own dtype: scores are in float32 all the same, and made faster.
+        On CUDA it keeps its own dtype: scores are still in float32, and computed faster.
         """
         own = self.device.type == "cuda"
         call = self._in(self.original.q.dtype) if own else self.call
@@ -157,28 +157,28 @@ class View:
         return (sinks if self.gradients else sinks.detach()).to(self.dtype)
 
     def rows_of(self, figure: Tensor) -> Tensor:
-        """Return of a figure of all queries `[B, H, T, …]`, those that are looked at."""
+        """Select the observed queries of a metric of all queries, `[B, H, T, …]`."""
         if not self.gradients:
             figure = figure.detach()
         return figure if self.rows is None else figure[:, :, self.rows]
 
     @Lazy
     def queries(self) -> Int[Tensor, " n"]:
-        """The numbers of the queries that are looked at."""
+        """The indices of the observed queries."""
         if self.rows is not None:
             return self.rows
         return torch.arange(self.extent.queries, device=self.device)
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """The number of queries that each of them represents, in the dtype of statistics."""
+        """The number of queries that each observed one represents, in the dtype of statistics."""
         if self.drawn is None:
             return torch.ones(self.extent.queries, dtype=self.dtype, device=self.device)
         return self.drawn.to(self.dtype)
 
     @property
     def positions(self) -> Int[Tensor, " n"]:
-        """The positions of those queries among the keys."""
+        """The key positions of the observed queries."""
         return self.queries + self.whole.offset
 
     @Lazy
@@ -196,7 +196,7 @@ class View:
 
     @Lazy
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
-        """The queries that may attend to something."""
+        """The queries that may attend to a key."""
 
         def valid() -> Tensor:
             if self._some:
@@ -207,7 +207,7 @@ class View:
 
     @Lazy
     def of_all(self) -> View:
-        """The same call at all queries, without its numbers."""
+        """The same call at all queries, without its tensors."""
         assert isinstance(self.mask, Rows)
         every = object.__new__(View)
         vars(every).update(vars(self), rows=None, drawn=None, extent=self.whole, _once={})
@@ -219,7 +219,7 @@ class View:
 
     @property
     def ranges(self) -> Interval | None:
-        """Each query's visible keys as `[low, high)`, `[B or 1, 1, n]`; `None` if they are none."""
+        """Each query's visible keys as `[low, high)`, `[B or 1, 1, n]`; `None` if not ranges."""
         if "ranges" not in self._once:
             biased = self.mask.biased
             found = None if biased else self.mask.key_ranges(self.extent, self.device)
@@ -227,10 +227,10 @@ class View:
         return self._once["ranges"]
 
     def once(self, about: Hashable, make: Callable[[], Tensor], free: bool = True) -> Tensor:
-        """Return what is made once for the call.
+        """Return the result of `make`, computed once for the call.
 
-        Where the mask holds no tensors, or its own, and what it is `about` neither, it is made
-        once for all calls that are alike, if it is small.
+        A small result is shared by all equal calls if the mask holds no tensors, or only its own,
+        and `about` holds none (`free`).
         """
         found = self._once.get(about)
         if found is not None:
@@ -249,7 +249,7 @@ class View:
 
     @property
     def _shared(self) -> dict[Hashable, Tensor] | None:
-        """Tensors that alike calls share, which depend on sizes and mask alone."""
+        """Tensors shared by equal calls, which depend only on the sizes and the mask."""
         if self.mask.free:
             return None if self.prepared is None else self.prepared.tensors
         if self.rows is not None or not self.mask.fixed or traced():
@@ -258,11 +258,11 @@ class View:
 
     @property
     def _some(self) -> bool:
-        """True if some queries are looked at, and what is known of all is shared by alike calls."""
+        """True if only some queries are observed and results for all are shared by equal calls."""
         return isinstance(self.mask, Rows) and (self.prepared is not None or self.mask.mask.fixed)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Return room for sums, `[B · H, *shape]`, in the dtype of statistics."""
+        """Return zeros for sums, `[B · H, *shape]`, in the dtype of statistics."""
         return self.call.q.detach().new_zeros(self.extent.batch * self.extent.heads, *shape)
 
     def by_head(self, sums: Tensor) -> Tensor:
@@ -271,25 +271,25 @@ class View:
 
 
 _TENSORS = "original", "call", "constant", "scored", "scored_constant"
-"""What a view knows of a call with its tensors."""
+"""The fields of a view that require the call's tensors."""
 
 
 class _Gone(Mask):
-    """The mask of a call whose tensors are not kept: what was not worked out with it never is."""
+    """The mask of a call whose tensors were released: nothing more can be computed from it."""
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        raise AssertionError("the mask of the call was let go")
+        raise AssertionError("the mask of the call was released")
 
 
 SMALL = 1 << 12
-"""The most numbers in a tensor that is kept or copied for later."""
+"""The largest size of a tensor that is kept or copied for later."""
 
 
 _COPIED = (Padding, Prefix, Documents, Dense, Bias, And, Or)
 
 
 def _copied(mask: Mask) -> Mask | None:
-    """Return the mask with tensors of its own; `None` if these are large, or it is unknown."""
+    """Return the mask with copied tensors; `None` if they are large or its class is unknown."""
     if mask.free:
         return mask
     if type(mask) not in _COPIED or sum(x.numel() for x in mask.tensors()) > SMALL:
