@@ -431,13 +431,13 @@ def test_compilation_without_a_graph_break() -> None:
 @pytest.mark.parametrize(
     ("sinks", "says"),
     [
-        (torch.zeros(G), rf"sinks is torch.float32 \[{G}\] on cpu and must be one logit"),
+        (torch.zeros(G), "sinks must be one logit.*, got torch.float32"),
         (torch.zeros(1, H), rf"\[1, {H}\]"),
         (torch.zeros(()), r"\[\] on cpu"),
         (torch.zeros(H, dtype=torch.long), "torch.int64"),
         (torch.zeros(H, device="meta"), "on meta"),
-        ([0.0] * H, "a list and must be"),
-        (True, "a bool and must be"),
+        ([0.0] * H, "got a list"),
+        (True, "got a bool"),
     ],
     ids=str,
 )

@@ -60,9 +60,9 @@ def test_arguments_of_others_are_answered_with_ours(
 @pytest.mark.parametrize(
     ("mask", "says"),
     [
-        (hw.Causal, r"mask=Causal is a class; .* a mask of headwise: write mask=Causal\(\)\."),
+        (hw.Causal, r"must be a headwise mask, got the class Causal; write mask=Causal\(\)\."),
         (hw.Window, r"write mask=Window\(…\)"),
-        ("causal", r"mask='causal' is a str; .*: mask=headwise.Causal\(\), say"),
+        ("causal", r"must be a headwise mask, such as headwise.Causal\(\), got the string .causal"),
         (
             torch.ones(T, S, dtype=torch.bool),
             r"Dense\(mask\) where True means 'may attend', .*Dense\(~mask\) where True means 'hid",
@@ -107,7 +107,7 @@ def test_what_counts_something_is_a_whole_number(
 def test_a_flag_is_true_or_false(
     qkv: tuple[Tensor, Tensor, Tensor], given: Any, unchecked: None
 ) -> None:
-    says = f"must be True or False and is {given!r}"
+    says = f"must be True or False, got {given!r}"
     for flag in ("output", "gradients"):
         with pytest.raises(ValueError, match=f"observe.*{flag} {says}"):
             hw.observe(*qkv, **{flag: given})
@@ -407,9 +407,9 @@ def test_flags_and_seeds_of_another_kind_are_refused() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         return model(x).square().mean((1, 2))
 
-    with pytest.raises(ValueError, match="rows must be True or False and is 'all'"):
+    with pytest.raises(ValueError, match="rows must be True or False, got 'all'"):
         hw.capture.ablation_reference(layer, loss, [x], rows="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="normalise must be True or False and is 'importance'"):
+    with pytest.raises(ValueError, match="normalise must be True or False, got 'importance'"):
         hw.importance(layer, loss, [x]).table(normalise="importance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed='a'"), hw.watch(layer, seed="a"):  # type: ignore[arg-type]
         pass

@@ -650,7 +650,7 @@ def test_a_name_is_not_taken_for_a_flag(running: bool, texts: Any) -> None:
     if running:
         tables.append(seen[""].running.table)
     for table in tables:
-        with pytest.raises(ValueError, match=r"texts must be True or False and is .* every stat"):
+        with pytest.raises(ValueError, match=r"texts must be True or False, got .* every stat"):
             table(texts)
 
 

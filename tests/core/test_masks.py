@@ -65,7 +65,7 @@ def test_the_complement() -> None:
 
 @pytest.mark.parametrize("mask", [hw.ALiBi(), hw.Bias(torch.ones(3, 3)), hw.ALiBi() & hw.Causal()])
 def test_what_adds_to_the_scores_has_no_complement(mask: hw.Mask) -> None:
-    with pytest.raises(ValueError, match="adds to the scores, and a sum has no complement"):
+    with pytest.raises(ValueError, match="adds a bias to the scores, which has no complement"):
         _ = ~mask
 
 
@@ -134,18 +134,18 @@ def test_pairs_blocks_and_intervals_say_what_the_matrix_says(
 def test_faults_are_named() -> None:
     with pytest.raises(ValueError, match="True for 'may attend'"):
         hw.Dense(torch.zeros(3, 3))
-    with pytest.raises(ValueError, match="is a Dense"):
+    with pytest.raises(ValueError, match="use Dense"):
         hw.Bias(torch.zeros(3, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="at least the query's own key"):
+    with pytest.raises(ValueError, match="at least 1 "):
         hw.Window(0)
     with pytest.raises(ValueError, match="whole number of keys"):
         hw.Window(2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at the 'right' or 'left'"):
+    with pytest.raises(ValueError, match="must be 'right' or 'left'"):
         hw.Padding(torch.tensor([1]), side="Right")  # type: ignore[arg-type]
     for kind in (hw.Padding, hw.Documents, hw.Dense, hw.Bias):
         with pytest.raises(ValueError, match=r"give a torch\.Tensor"):
             kind([1, 2])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has no 'or'"):
+    with pytest.raises(ValueError, match="not defined for biases"):
         hw.ALiBi() | hw.Causal()
     with pytest.raises(ValueError, match=r"headwise\.Dense"):
         hw.Causal() & torch.ones(3, 3, dtype=torch.bool)  # type: ignore[operator]

@@ -56,7 +56,7 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.zeros(H).index_fill(0, long(2), math.nan)}, "sinks holds nan for head 2"),
     ({"sinks": torch.full((H,), 1e300, dtype=torch.float64)}, "sinks holds inf"),
     ({"sinks": torch.zeros(H).to_sparse()}, r"sinks is torch\.sparse_coo"),
-    *(({"mask": x}, "must be a mask of headwise") for x in (5, True, "causal", hw.Causal)),
+    *(({"mask": x}, "must be a headwise mask") for x in (5, True, "causal", hw.Causal)),
 ]
 
 
@@ -70,7 +70,7 @@ def nested(layout: torch.layout) -> Tensor:
 
 
 KINDS: list[tuple[Callable[[], dict[str, Any]], str]] = [
-    (lambda: {"q": [[1.0]]}, "q is a list and must be a torch.Tensor"),
+    (lambda: {"q": [[1.0]]}, "q is a list, not a torch.Tensor"),
     (lambda: {"k": None}, "k is a NoneType"),
     (lambda: {"v": np.zeros((B, G, N, D))}, "v is a ndarray"),
     (lambda: {"q": torch.zeros(B, H, N, D).to_sparse()}, r"q is torch\.sparse_coo; give a dense"),
@@ -81,9 +81,9 @@ KINDS: list[tuple[Callable[[], dict[str, Any]], str]] = [
         lambda: {"q": torch.quantize_per_tensor(torch.zeros(B, H, N, D), 0.1, 0, torch.qint8)},
         r"q is quantized.*dequantize\(\)",
     ),
-    (lambda: {"q": torch.zeros(B, H, N, D, dtype=torch.complex64)}, "needs floating point"),
+    (lambda: {"q": torch.zeros(B, H, N, D, dtype=torch.complex64)}, "needs a floating-point dtype"),
     (lambda: {"q": torch.zeros(B, H, N, D, device="meta")}, "q is on meta, k on cpu"),
-    (lambda: {"mask": hw.Padding(long(1, 2).to("meta"))}, "a tensor without numbers, on meta"),
+    (lambda: {"mask": hw.Padding(long(1, 2).to("meta"))}, "a tensor on meta, without values"),
 ]
 
 
@@ -124,13 +124,13 @@ def last_file(error: BaseException) -> str:
     [
         *((lambda x=x: hw.Window(x), "whole number of keys") for x in (True, 2.5, "2", None, 0)),
         (lambda: hw.Window(torch.tensor(3)), "whole number of keys"),
-        *((lambda x=x: hw.Prefix(x), "0 or more") for x in (True, 2.5, "2", None, -1)),
+        *((lambda x=x: hw.Prefix(x), "at least 0") for x in (True, 2.5, "2", None, -1)),
         (lambda: hw.Prefix(torch.tensor([1.0, 2.0])), "give whole numbers"),
         (lambda: hw.Prefix(torch.tensor([True])), "give whole numbers"),
         (lambda: hw.Padding(torch.tensor([2.5, 1.0])), "give whole numbers"),
         (lambda: hw.Padding(torch.tensor([True, False])), "give whole numbers"),
         (lambda: hw.Documents(torch.tensor([0.0, math.nan])), "give whole numbers"),
-        (lambda: hw.Dense(torch.ones(3, 3).bool().to_sparse()), "give a dense one"),
+        (lambda: hw.Dense(torch.ones(3, 3).bool().to_sparse()), "give a dense tensor"),
         (lambda: hw.Bias(import_module("torch.nn.attention.bias").causal_lower_right(3, 5)),
          "its memory holds no mask; give Causal"),
         (lambda: hw.Dense(np.ones((9, 9), dtype=bool)), r"Dense\(a ndarray\): give a torch.Tensor"),
@@ -138,13 +138,13 @@ def last_file(error: BaseException) -> str:
         (lambda: hw.Documents(torch.zeros(1, 2, 3).long()).dense(keys=3), "one document number"),
         *((lambda x=x: hw.KVCache(max_length=x), "whole number") for x in (True, 2.0, "3")),
         *((lambda x=x: hw.KVCache(window=x), "whole number") for x in (True, 2.0, "3")),
-        (lambda: hw.KVCache(max_length=2**70), "no memory has room"),
+        (lambda: hw.KVCache(max_length=2**70), "too many keys"),
         *((lambda x=x: layer(embed_dim=x), "must be a whole number") for x in (True, 24.0, "24")),
         (lambda: layer(num_kv_heads=True), "num_kv_heads must be a whole number"),
         *((lambda x=x: layer(scale=x), "scale must be a finite") for x in (math.nan, "1", True)),
         *((lambda x=x: layer(softcap=x), "softcap must be above 0") for x in (math.inf, True)),
         *((lambda x=x: layer(dropout=x), "dropout must be") for x in (math.nan, True, "0.1")),
-        (lambda: layer()([[1.0]]), "x is a list and must be a torch.Tensor"),
+        (lambda: layer()([[1.0]]), "x is a list, not a torch.Tensor"),
         (lambda: layer()(nested(torch.jagged)), "x is a nested tensor"),
         (lambda: layer()(torch.zeros(1, 2, 24), nested(torch.jagged)), "context is a nested"),
     ],

@@ -346,7 +346,7 @@ def test_bad_calls_quote_the_call():
         layer(inputs(B, T, 13))
     with pytest.raises(ValueError, match=r"x \[17\]\): x must be"):
         layer(x[0, 0])
-    with pytest.raises(ValueError, match="kv_dim=13 asks for a context"):
+    with pytest.raises(ValueError, match="kv_dim=13 requires a context"):
         other(x)
     with pytest.raises(
         ValueError, match=r"context \[2, 11, 17\]\): context must be \[B=2, S, 13\]"

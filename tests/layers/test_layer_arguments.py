@@ -53,9 +53,9 @@ def test_settings_of_other_layers_are_answered_with_ours(
         ({"bias": None}, "must be one bool, or three"),
         ({"bias": 1}, r"bias=\(1, 1, 1\) must be one bool, or three"),
         ({"bias": "no"}, "must be one bool, or three"),
-        ({"out_bias": "no"}, "out_bias must be True or False and is 'no'"),
-        ({"qk_norm": "rms"}, "qk_norm must be True or False and is 'rms'"),
-        ({"sinks": 4}, "sinks must be True or False and is 4"),
+        ({"out_bias": "no"}, "out_bias must be True or False, got 'no'"),
+        ({"qk_norm": "rms"}, "qk_norm must be True or False, got 'rms'"),
+        ({"sinks": 4}, "sinks must be True or False, got 4"),
     ],
 )
 def test_settings_of_another_kind_are_refused(settings: dict[str, Any], says: str) -> None:
@@ -75,8 +75,8 @@ def test_a_rotation_of_no_numbers_is_refused(settings: dict[str, Any]) -> None:
         ({"cache": {}}, r"cache must be a KVCache, got \{\}; write cache=hw\.KVCache\(\)"),
         ({"cache": True}, "cache must be a KVCache, got True"),
         ({"cache": hw.KVCache}, "cache must be a KVCache"),
-        ({"context": hw.Causal()}, "context is a Causal .* a mask is given by name, mask=…"),
-        ({"x": None}, "x is a NoneType and must be a torch.Tensor"),
+        ({"context": hw.Causal()}, "context is a Causal .* give the mask by name, mask=…"),
+        ({"x": None}, "x is a NoneType, not a torch.Tensor"),
         ({"x": "a text"}, "x is a str"),
     ],
 )
@@ -89,7 +89,7 @@ def test_q_k_and_v_are_not_given_to_a_layer_that_makes_them() -> None:
     layer = built()
     with pytest.raises(TypeError, match=r"3 positional arguments .* take hw\.attend\(q, k, v\)"):
         layer(x(), x(), x())
-    with pytest.raises(TypeError, match=r"3 positional arguments .* given by name: mask=…, c"):
+    with pytest.raises(TypeError, match=r"3 positional arguments .* by name: mask=…, c"):
         layer(x(), None, hw.Causal())
     with pytest.raises(TypeError, match="keys and values itself, of x or of context="):
         layer(x(), key=x(), value=x())

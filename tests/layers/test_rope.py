@@ -264,16 +264,16 @@ def test_from_config_reads_old_and_new_names():
         ({"dim": 4, "base": math.inf}, "base must be above 0 and finite"),
         ({"dim": 4, "base": math.nan}, "base must be above 0 and finite"),
         ({"dim": 4, "base": "10000"}, "base must be above 0 and finite"),
-        ({"dim": 4, "interleaved": "no"}, "interleaved must be True or False and is 'no'"),
+        ({"dim": 4, "interleaved": "no"}, "interleaved must be True or False, got 'no'"),
         ({"dim": 4, "scaling": "linear"}, "scaling must be None or a mapping"),
         ({"dim": 4, "scaling": {"rope_type": ["linear"]}}, "is not one of default, linear"),
         (
             {"dim": 4, "scaling": {"rope_type": "linear", "factor": "4"}},
-            "factor must be a finite number above 0 and is '4'",
+            "factor must be a finite number above 0, got '4'",
         ),
         (
             {"dim": 4, "scaling": {**SCALINGS["dynamic"], "original_max_position_embeddings": 0}},
-            "original_max_position_embeddings must be a finite number above 0 and is 0",
+            "original_max_position_embeddings must be a finite number above 0, got 0",
         ),
         ({"dim": 4, "scaling": {**SCALINGS["yarn"], "beta_fast": -1.0}}, "beta_fast must be"),
         ({"dim": 4, "scaling": {**SCALINGS["yarn"], "mscale": "1"}}, "mscale must be"),
@@ -315,8 +315,8 @@ def test_a_head_smaller_than_the_rotation_is_refused():
             torch.tensor([1, 2, 3]),
             r"offset=.* \[3\]: .* each of 2 batch rows",
         ),
-        ([[1.0, 2.0]], 0, "x that is a list and must be a torch.Tensor"),
-        (torch.ones(7, 8), 0, r"x of shape \[7, 8\]: give heads' queries or keys"),
+        ([[1.0, 2.0]], 0, "x that is a list, not a torch.Tensor"),
+        (torch.ones(7, 8), 0, r"x of shape \[7, 8\]: give queries or keys of heads"),
         (torch.ones(2, 3, 7, 8, dtype=torch.long), 0, "x of torch.int64: give a floating-point"),
         (torch.ones(2, 3, 7, 8).to_sparse(), 0, "x that is torch.sparse_coo"),
     ],
@@ -330,7 +330,7 @@ def test_what_cannot_be_rotated_is_quoted(x, offset, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "hidden_size is None, and must be a whole number"),
+        ({}, "hidden_size must be a whole number, got None"),
         ({"hidden_size": 24, "num_attention_heads": "3"}, "num_attention_heads is '3'"),
         ({"head_dim": 8, "rope_scaling": "linear"}, "rope_scaling='linear' must be a mapping"),
         (

@@ -59,7 +59,7 @@ class Their(nn.MultiheadAttention):
         (mha(kdim=10, vdim=9), "kdim=10 is not vdim=9"),
         (mha(add_bias_kv=True), "add_bias_kv=True"),
         (mha(add_zero_attn=True), "add_zero_attn=True"),
-        (Their(E, H), "a subclass may compute something else"),
+        (Their(E, H), "a subclass may compute something different"),
         (nn.Linear(E, E), "give an nn.MultiheadAttention"),
     ],
 )
@@ -235,7 +235,7 @@ def hooked() -> nn.Module:
     ("model", "says"),
     [
         (nn.Linear(E, E), "it has no nn.MultiheadAttention"),
-        (mha(), r"hw.MultiHeadAttention.from_torch\(…\) builds a layer of it"),
+        (mha(), r"hw.MultiHeadAttention.from_torch\(…\) builds a layer from it"),
         (nn.Sequential(mha(), Their(E, H)), "at '1', give an nn.MultiheadAttention; a subclass"),
         (nn.Sequential(mha(), mha(add_bias_kv=True)), "at '1', it was built with add_bias_kv"),
         (hooked(), r"at 'layers.1.self_attn', it has forward hooks"),
@@ -256,7 +256,10 @@ def test_all_are_replaced_or_none(model: Any, says: str) -> None:
         ({"is_causal": True}, "is_causal is a hint about attn_mask"),
         ({"attn_mask": torch.zeros(3, 3)}, r"attn_mask \[3, 3\] must be \[7, 7\] or \[8, 7, 7\]"),
         ({"key_padding_mask": torch.zeros(3, 3)}, r"key_padding_mask \[3, 3\] must be \[2, 7\]"),
-        ({"attn_mask": torch.zeros(T, T, dtype=torch.int)}, "a mask is torch.int32"),
+        (
+            {"attn_mask": torch.zeros(T, T, dtype=torch.int)},
+            "masks must be bool or float, got torch.int32",
+        ),
     ],
 )
 def test_calls_that_do_not_fit(more: dict[str, Any], says: str) -> None:

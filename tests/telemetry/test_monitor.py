@@ -712,7 +712,7 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
             "two rules are called 'entropy < 0.1'",
         ),
         ({"trackers": [3]}, "give a TensorBoard SummaryWriter"),
-        ({"maxima": "no"}, "maxima must be True or False and is 'no'"),
+        ({"maxima": "no"}, "maxima must be True or False, got 'no'"),
         ({"save": 3}, "save=3: give a function that saves the training"),
         ({"scaler": 3}, "scaler=3: give a GradScaler"),
         ({"probe": "a text"}, "probe='a text': give a batch as the model takes it"),

@@ -1,1 +1,1 @@
-"""Describe one attention call: sizes, masks and the definition. Nothing runs here."""
+"""One attention call: its sizes, its mask and its definition. No backend runs here."""

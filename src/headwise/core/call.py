@@ -1,4 +1,4 @@
-"""One attention call, checked: what a backend computes."""
+"""One checked attention call, the input of a backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
 
 
 class AttendOptions(TypedDict, total=False):
-    """The options of a call of attention, which `attend()` describes; others take the same."""
+    """The options of an attention call, as described by `attend()`; other functions share them."""
 
     mask: Mask | None
     scale: float | None
@@ -46,7 +46,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict that begins anew when it is full, so that ever new kinds of calls take no memory.
+    """A dict that is cleared when it is full, so that its memory is bounded.
 
     >>> cache = BoundedCache(2)
     >>> for size in (1, 2, 3):
@@ -67,9 +67,9 @@ class BoundedCache(dict[K, V]):
 
 @dataclass(eq=False)
 class PreparedCall:
-    """Calls that differ only in the numbers in their tensors: checked once, prepared once.
+    """Calls that differ only in the values of their tensors: checked once, prepared once.
 
-    Backends, kernels and statistics keep here what holds for all of them.
+    Backends, kernels and statistics cache results here that are valid for all of these calls.
     """
 
     extent: Extent
@@ -77,33 +77,34 @@ class PreparedCall:
     scale: float
     softcap: float | None
     backends: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
-    """The `Backend`, by the name given, whether a graph is kept, and whether there are sinks."""
+    """The `Backend`, by requested name, whether a graph is kept, and whether there are sinks."""
     terms: Any = None
-    """The mask as the native kernel's `Terms`, where they hold no tensor."""
+    """The mask as the native kernel's `Terms`, if they hold no tensor."""
     structs: BoundedCache[Hashable, Any] | None = field(default_factory=BoundedCache)
-    """Structs of the native CPU kernel to copy, by the strides of q, k and v; `None` for masks of
-    which the kernel reads tensors."""
+    """Structs of the native CPU kernel to copy, by the strides of q, k and v; `None` for masks
+    whose tensors the kernel reads."""
     fused: dict[bool, bool] = field(default_factory=dict)
-    """Whether PyTorch's kernel makes the output of `Native` on CUDA, by whether a graph is kept."""
+    """True if PyTorch's kernel computes the output of `Native` on CUDA, by whether a graph is kept.
+    """
     tile: Any = None
-    """The one `Tile` of calls that PyTorch's kernels take without a bias."""
+    """The one `Tile` of calls that PyTorch's kernels accept without a bias."""
     statistics: dict[torch.dtype, PreparedCall] = field(default_factory=dict)
-    """The call without its values, in a dtype that statistics are read in."""
+    """The call without its values, in a dtype of statistics."""
     plans: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
     """Backends and plans of `observe()`, by statistics and options."""
     tensors: BoundedCache[Hashable, Tensor] = field(default_factory=BoundedCache)
-    """Small tensors that depend on the sizes and the mask alone."""
+    """Small tensors that depend only on the sizes and the mask."""
 
 
 PREPARED: BoundedCache[tuple[object, ...], PreparedCall] = BoundedCache()
-"""Calls that came before, by their signature."""
+"""Earlier calls, by their signature."""
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})
 
 
 def unfollowed() -> bool:
-    """Return False under a compiler, a trace, a mode, a transform or a forward derivative."""
+    """Return True unless a compiler, trace, mode, transform or forward derivative is active."""
     if is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0:
         return False
     return _get_tracing_state() is None and forward_ad._current_level < 0
@@ -119,8 +120,10 @@ def _signature(
     dropout: float,
     first_query: int | None,
 ) -> tuple[object, ...] | None:
-    """Return all that the checks of a call look at; `None` where they look at numbers or odd
-    tensors, and under a compiler, a trace, a mode, a transform or a forward derivative.
+    """Return a key of everything that the checks of a call depend on.
+
+    `None` if the checks depend on values or on unusual tensors, and under a compiler, a trace, a
+    mode, a transform or a forward derivative.
     """
     if not unfollowed():
         return None
@@ -142,7 +145,8 @@ def _signature(
 class Call:
     """A checked attention call: everything a backend needs to know, and nothing else.
 
-    Nobody changes one; `with_()` makes another. (To forbid it would double the time to make one.)
+    It is immutable by convention (a frozen dataclass would double the time to create one);
+    `with_()` returns a changed copy.
     """
 
     q: Tensor
@@ -155,9 +159,9 @@ class Call:
     extent: Extent
     sinks: Tensor | None = None
     prepared: PreparedCall | None = None
-    """`None` where what is right for this call need not be so for the next one like it."""
+    """`None` if results for this call may not be reused for similar calls."""
     seed: Tensor | None = None
-    """Of its dropout; `None` until it is drawn."""
+    """The seed of dropout; `None` until it is drawn."""
 
     @classmethod
     def of(
@@ -174,7 +178,7 @@ class Call:
         first_query: int | None = None,
         function: str = "attend",
     ) -> Call:
-        """Check the parts of a call; raise ValueError for those that do not fit."""
+        """Check the arguments of a call; raise ValueError for those that do not fit."""
         signature = _signature(q, k, v, mask, scale, softcap, dropout, first_query)
         known = None if signature is None else PREPARED.get(signature)
         if known is not None:
@@ -187,7 +191,7 @@ class Call:
             mask.check(extent)
             fault = fault_of_numbers(scale, softcap, dropout, q.dtype)
             if not (fault or q.is_meta) and any(x.is_meta for x in mask.tensors()):
-                fault = f"q is on {q.device}, and the mask holds a tensor without numbers, on meta"
+                fault = f"q is on {q.device}, but the mask holds a tensor on meta, without values"
             if fault:
                 raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -199,13 +203,13 @@ class Call:
         return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, known)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a copy or a pickle takes along: numbers, without graph and preparation."""
+        """Return the state for copies and pickles: the values, without graph and preparation."""
         tensors = {name: x.detach() for name, x in vars(self).items() if isinstance(x, Tensor)}
         return vars(self) | tensors | {"mask": _detached(self.mask), "prepared": None}
 
     @property
     def needs_grad(self) -> bool:
-        """True if autograd will come back for any part of the call, or derivatives go along."""
+        """True if autograd needs a graph of the call, or forward derivatives are computed."""
         if self.prepared is None and forward_derivatives():
             return True
         if not torch.is_grad_enabled():
@@ -221,12 +225,12 @@ class Call:
         return replace(self, seed=draw_seed(self.q.device))
 
     def with_(self, **changes: object) -> Call:
-        """Return the call with other parts."""
+        """Return a copy of the call with some attributes changed."""
         return replace(self, **{"prepared": None} | changes)  # type: ignore[arg-type]
 
 
 def _detached(mask: Mask) -> Mask:
-    """Return the mask without the graphs of its tensors; one of a user's own class as it is."""
+    """Return the mask with detached tensors; masks of custom classes are returned unchanged."""
     if not any(x.requires_grad for x in mask.tensors()):
         return mask
     if isinstance(mask, And):
@@ -238,8 +242,8 @@ def _detached(mask: Mask) -> Mask:
 def keep_forks_going() -> None:
     """Make processes that are forked from now on compute on one thread.
 
-    A fork has none of the threads of PyTorch's pool, and its first call would wait for them for
-    ever. PyTorch's `DataLoader` does the same for its own workers; `os.fork` and
+    A fork has none of the threads of PyTorch's pool, and its first call would wait for them
+    forever. PyTorch's `DataLoader` does the same for its own workers; `os.fork` and
     `multiprocessing.Process` do not.
     """
     if hasattr(os, "register_at_fork"):
@@ -249,10 +253,10 @@ def keep_forks_going() -> None:
 def fault_of_numbers(
     scale: object, softcap: object, dropout: object, dtype: torch.dtype
 ) -> str | None:
-    """Return what is wrong with a call's numbers, in words.
+    """Return a description of what is wrong with a call's numbers.
 
-    They are used in the dtype of statistics: what is beyond its range, or so small that it is 0
-    there, would be another number to one backend than to the next.
+    They are used in the dtype of statistics: a number that overflows or underflows in it would
+    differ between backends.
     """
     kind = statistics_dtype(dtype)
     least, largest = torch.finfo(kind).tiny, torch.finfo(kind).max
@@ -261,35 +265,35 @@ def fault_of_numbers(
         if found is None and isinstance(scale, Tensor) and scale.requires_grad:
             return "scale has a gradient and must be a plain number; multiply q by it instead"
         if found is None or not -largest <= found <= largest:
-            return f"scale must be a finite number of {kind} and is {format_value(scale)}"
+            return f"scale must be a finite number of {kind}, got {format_value(scale)}"
     if softcap is not None:
         found = real(softcap)
         if found is None or not least <= found <= largest:
             given = format_value(softcap)
-            return f"softcap must be above 0 and finite in {kind}, or None, and is {given}"
+            return f"softcap must be above 0 and finite in {kind}, or None, got {given}"
     found = real(dropout)
     if found is None or not 0.0 <= found < 1.0:
-        return f"dropout must be at least 0 and below 1 and is {format_value(dropout)}"
+        return f"dropout must be at least 0 and below 1, got {format_value(dropout)}"
     return None
 
 
 def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
-    """Return what is wrong with a call's sinks, in words."""
+    """Return a description of what is wrong with a call's sinks."""
     want = f"one logit per query head, a floating-point tensor [{q.shape[1]}] on {q.device}"
     if not isinstance(sinks, Tensor):
-        return f"sinks is a {type(sinks).__name__} and must be {want}"
+        return f"sinks must be {want}, got a {type(sinks).__name__}"
     if fault := not_dense(sinks):
         return f"sinks {fault}"
     if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
         given = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
-        return f"sinks is {given} and must be {want}"
-    if sinks.device.type == "cpu" and readable(sinks):  # elsewhere the call would have to wait
+        return f"sinks must be {want}, got {given}"
+    if sinks.device.type == "cpu" and readable(sinks):  # other devices would have to synchronize
         logits = sinks.detach().to(statistics_dtype(q.dtype))
         if not bool((logits < torch.inf).all()):
             head = int((~(logits < torch.inf)).nonzero()[0])
             return (
-                f"sinks holds {float(logits[head])} for head {head}; a sink is a finite logit of "
-                f"{logits.dtype}, or -inf for none"
+                f"sinks must be finite logits of {logits.dtype}, or -inf for no sink, "
+                f"got {float(logits[head])} for head {head}"
             )
     return None
 
@@ -297,11 +301,11 @@ def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
 def check_scores(
     call: Call, lse: Tensor, function: str = "attend", queries: Tensor | None = None
 ) -> None:
-    """Raise ValueError where scores of finite q and k are no finite numbers.
+    """Raise ValueError if scores of finite q and k are not finite.
 
-    Their softmax would be none either: a row of P that is NaN, or a mean of the wrong keys. What is
-    NaN or infinite in q or k itself goes on into the rows that it reaches. The log-sum-exp of all
-    queries, or of these, shows it; it is read on the CPU only, as other devices would have to wait.
+    Their softmax would be wrong: a row of NaN, or a mean of the wrong keys. NaN and infinity in q
+    or k itself propagate to the rows that they affect. The check uses the log-sum-exp of all
+    queries, or of `queries`, and runs on the CPU only, as other devices would have to synchronize.
     """
     lse = lse.detach()
     if lse.device.type != "cpu" or (call.prepared is None and not readable(lse)):
@@ -323,13 +327,13 @@ def check_scores(
         b, h, t = lost.nonzero()[0].tolist()
         raise ValueError(
             f"{quote(call.q, call.k, call.v, function)}: the scores of query {int(queries[t])} "
-            f"(batch row {b}, head {h}) are no finite numbers of {lse.dtype}; scale "
-            f"({call.scale:.3g}) times q·k, and what the mask adds to it, must be."
+            f"(batch row {b}, head {h}) are not finite in {lse.dtype}; scale "
+            f"({call.scale:.3g}) times q·k, plus the mask's bias, must be finite."
         )
 
 
 def _may_attend(call: Call, queries: Tensor) -> Tensor:
-    """Return True for those of these queries that may attend to some key, `[B or 1, H or 1, n]`."""
+    """Return True for each of these queries that may attend to a key, `[B or 1, H or 1, n]`."""
     mask, extent = call.mask, call.extent
     step = max(1, (1 << 22) // max(1, extent.batch * extent.heads * extent.keys))
     j = torch.arange(extent.keys, device=queries.device)[None]
@@ -344,7 +348,7 @@ def _may_attend(call: Call, queries: Tensor) -> Tensor:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and LSE with one more outcome that has no value, from those of the keys.
+    """Return output and LSE with a learned sink, from those of the keys alone.
 
     `lse' = log(exp(lse) + exp(sink))` and `out' = out · exp(lse − lse')`; dead rows stay dead.
     """

@@ -1,8 +1,8 @@
 """Dropout of attention weights as a function of a seed and of indices, the same on every backend.
 
-A call draws one seed from PyTorch's default generator. Seed, batch row, head, query and key alone
-decide whether a weight is dropped, so that blocks of any size and backward passes agree without
-keeping a mask; `kernels/cpp/dropout.hpp` computes the same bits.
+A call draws one seed from PyTorch's default generator. Whether a weight is dropped depends only on
+seed, batch row, head, query and key, so blocks of any size and backward passes agree without a
+stored mask; `kernels/cpp/dropout.hpp` computes the same bits.
 
 Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 STEPS = 1 << 16
-"""Rates are whole numbers of these."""
+"""Dropout rates are multiples of 1/STEPS."""
 
 ROUNDS = 7
 """Rounds of Philox4x32: the fewest with which it passes BigCrush (Salmon et al. 2011, table 2)."""
@@ -26,7 +26,7 @@ def draw_seed(device: torch.device) -> Int[Tensor, ""]:
 
 
 def dropped_of(rate: float) -> int:
-    """Round a rate below 1 to the number of weights that are dropped of `STEPS`, at most all but 1.
+    """Round a rate below 1 to a number of weights dropped per `STEPS`, at most `STEPS − 1`.
 
     >>> dropped_of(0.1), dropped_of(0.5), dropped_of(0.999999), dropped_of(1e-6)
     (6554, 32768, 65535, 0)
@@ -65,11 +65,11 @@ def dropped_weights(
 ) -> Bool[Tensor, "B H t s"]:
     """Return True for the weights of consecutive queries and keys that are dropped.
 
-    A draw of 128 bits is for 2 queries and 4 keys: of its words, an even query has the second and
-    the fourth, an odd one the first and the third, for two keys each, of which the even one has the
-    low half. A weight is dropped where its half, as a number with a sign, is below dropped − 2¹⁵.
+    One draw of 128 bits covers 2 queries and 4 keys. An even query uses the second and the fourth
+    word, an odd one the first and the third. Each word covers two keys, the even one by its low
+    half. A weight is dropped if its half, as a signed number, is below dropped − 2¹⁵.
     """
-    # As many draws as cover the weights wherever these start, which nobody need know.
+    # Enough draws to cover the weights for any start index.
     pairs = i[0] // 2 + torch.arange(i.shape[0] // 2 + 1, device=i.device)
     fours = j[0, :1] // 4 + torch.arange((j.shape[1] + 2) // 4 + 1, device=j.device)
     of_batch, of_heads = (torch.arange(n, device=i.device) for n in (batch, heads))
@@ -99,7 +99,7 @@ def philox(
     x0, x1, x2, x3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        low, high = _FACTORS[0] * x0, _FACTORS[1] * x2  # mod 2⁶⁴, whatever the sign says
+        low, high = _FACTORS[0] * x0, _FACTORS[1] * x2  # mod 2⁶⁴, regardless of the sign
         x0, x1 = (high >> 32 & _LOW) ^ x1 ^ k0, high & _LOW
         x2, x3 = (low >> 32 & _LOW) ^ x3 ^ k1, low & _LOW
         k0, k1 = (k0 + _GROWTH[0]) & _LOW, (k1 + _GROWTH[1]) & _LOW

@@ -1,4 +1,4 @@
-"""Index tensors of a call's matrix, and looking tables up at them.
+"""Index tensors of a call's matrix, and table lookups at them.
 
 `i` are queries, `j` keys; they broadcast against each other, as a grid `[t, 1]`, `[1, s]` or as
 single pairs with up to four axes `[B, H, t, s]`.
@@ -18,14 +18,14 @@ def grid(
     rows: slice | None = None,
     keys: slice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return index tensors `[t, 1]`, `[1, s]` of a block of the matrix, of all by default."""
+    """Return index tensors `[t, 1]`, `[1, s]` of a block. Default: the whole matrix."""
     i = torch.arange(*_ends(rows, extent.queries), device=device)
     j = torch.arange(*_ends(keys, extent.keys), device=device)
     return i[:, None], j[None, :]
 
 
 def _ends(block: slice | None, size: int) -> tuple[int, int]:
-    """Return a block's ends; PyTorch before 2.12 compiles no `slice.indices()`."""
+    """Return a block's start and stop; PyTorch before 2.12 cannot compile `slice.indices()`."""
     if block is None:
         return 0, size
     return block.start or 0, size if block.stop is None else min(block.stop, size)

@@ -1,4 +1,4 @@
-"""The mask protocol, `&`, `|` and `~` of masks, and some rows of a larger call."""
+"""The mask protocol, the operators `&`, `|` and `~`, and masks of some rows of a call."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ Interval = tuple[Tensor, Tensor]
 
 
 class Mask(Brief):
-    """A mask: what it allows and adds to the scores. Subclasses are frozen dataclasses.
+    """A mask: the pairs that it allows and its bias. Subclasses are frozen dataclasses.
 
     Index tensors `i` (queries, 0 … T−1) and `j` (keys, 0 … S−1) broadcast against each other and
-    have at most four axes `[B, H, t, s]`; answers broadcast to the same.
+    have at most four axes `[B, H, t, s]`; results broadcast to the same shape.
     """
 
     free = False
-    """True for masks that hold no tensors: equal ones are then the same mask, whenever."""
+    """True for masks that hold no tensors: equal masks then always mean the same."""
 
     fixed = False
-    """True for masks whose tensors are their own, and stay as they are."""
+    """True for masks that own their tensors, which never change."""
 
     from_first_key = False
-    """True if each range of `interval` begins at key 0: a union of such is a range, too."""
+    """True if each range of `interval` starts at key 0, so that unions of ranges are ranges."""
 
     @property
     def known(self) -> dict[Hashable, Any]:
-        """Results computed from a `fixed` mask before, by their name and the sizes of the call."""
+        """Cached results of a `fixed` mask, by name and the sizes of the call."""
         return vars(self).setdefault("_known", {})
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in ("free", "fixed", "from_first_key"):  # of a subclass, only it can say so
+        for name in ("free", "fixed", "from_first_key"):  # not inherited: each subclass declares it
             if name not in vars(cls):
                 setattr(cls, name, False)
         if cls.interval is not Mask.interval and cls.allowed is Mask.allowed:
@@ -58,21 +58,21 @@ class Mask(Brief):
         )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        """Return True where query i may attend to key j; `None` where every pair may."""
+        """Return True where query i may attend to key j, or `None` if all pairs are allowed."""
         return None
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        """Return what is added to the score of (i, j), in the dtype given; `None` for nothing."""
+        """Return the bias added to the scores of (i, j), or `None` if there is none."""
         return None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        """Return each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
+        """Return each query's keys as `[low, high)`, broadcastable to `[B, 1, t, 1]`."""
         return None
 
     def key_ranges(self, extent: Extent, device: torch.device) -> Interval | None:
         """Return each query's keys as `[low, high)`: edges `[B or 1, 1, T]`, 0 ≤ low ≤ high ≤ S.
 
-        `None` where they are not one range a query. A bias may forbid keys inside of it.
+        `None` if the keys of a query are not one range. A bias may mask keys inside a range.
         """
         i = torch.arange(extent.queries, device=device)[:, None]
         found = self.interval(i, extent)
@@ -83,11 +83,11 @@ class Mask(Brief):
         return low, high.maximum(low)
 
     def looks_ahead(self, extent: Extent) -> bool:
-        """Return True if a query may attend to a key beyond its own position, by sizes alone."""
+        """Return True if, for these sizes, a query may attend beyond its own position."""
         return extent.queries > 1 or extent.offset + 1 < extent.keys
 
     def check(self, extent: Extent) -> None:
-        """Raise ValueError where the mask does not fit the call's sizes."""
+        """Raise ValueError if the mask does not fit the call's sizes."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that the mask holds."""
@@ -95,7 +95,7 @@ class Mask(Brief):
 
     @property
     def biased(self) -> bool:
-        """True if the mask adds anything to the scores."""
+        """True if the mask adds a bias to the scores."""
         return False
 
     def dense(
@@ -106,7 +106,7 @@ class Mask(Brief):
         keys: int = 1,
         device: torch.device | str | None = None,
     ) -> Bool[Tensor, "B H T S"]:
-        """Return the whole matrix of "may attend".
+        """Return the whole boolean matrix, True for "may attend".
 
         >>> from headwise.core.masks import Causal
         >>> Causal().dense(queries=2, keys=3)[0, 0].int().tolist()
@@ -128,16 +128,16 @@ class Mask(Brief):
         for side in (self, other):
             if side.biased:
                 raise ValueError(
-                    f"{self!r} | {other!r}: {type(side).__name__} adds to the scores, and a sum "
-                    f"has no 'or'; combine it with &."
+                    f"{self!r} | {other!r}: {type(side).__name__} adds a bias to the scores, and "
+                    f"'|' is not defined for biases; combine it with &."
                 )
         return Or((*_parts(self, Or), *_parts(other, Or)))
 
     def __invert__(self) -> Mask:
         if self.biased:
             raise ValueError(
-                f"~{self!r}: {type(self).__name__} adds to the scores, and a sum has no "
-                f"complement; negate a mask of booleans, such as ~Causal() or Dense(~allowed)."
+                f"~{self!r}: {type(self).__name__} adds a bias to the scores, which has no "
+                f"complement; negate a boolean mask, such as ~Causal() or Dense(~allowed)."
             )
         return Not((self,))
 
@@ -193,7 +193,7 @@ class _Combined(Mask):
     parts: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        # A list, as torch.compile follows no generator here.
+        # A list, as torch.compile cannot trace a generator here.
         object.__setattr__(self, "free", all([part.free for part in self.parts]))
         object.__setattr__(self, "fixed", all([part.free or part.fixed for part in self.parts]))
 
@@ -207,7 +207,7 @@ class _Combined(Mask):
 
 @dataclass(frozen=True)
 class And(_Combined):
-    """The pairs that all parts allow, with the sum of their biases; written `a & b`."""
+    """The pairs allowed by all parts, with the sum of their biases; written `a & b`."""
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         return _reduced(torch.logical_and, [p.allowed(i, j, extent) for p in self.parts])
@@ -221,7 +221,7 @@ class And(_Combined):
         for part in self.parts:
             if (found := part.interval(i, extent)) is None:
                 return None
-            if not (lows and part.from_first_key):  # which adds nothing
+            if not (lows and part.from_first_key):  # it would add no constraint
                 lows.append(found[0])
             highs.append(found[1])
         return functools.reduce(torch.maximum, lows), functools.reduce(torch.minimum, highs)
@@ -240,7 +240,7 @@ class And(_Combined):
 
 @dataclass(frozen=True)
 class Or(_Combined):
-    """The pairs that any part allows; written `a | b`. No part may add to the scores."""
+    """The pairs allowed by any part; written `a | b`. Parts must not have a bias."""
 
     from_first_key = True
 
@@ -253,7 +253,7 @@ class Or(_Combined):
         return result
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        # Ranges that all start at key 0 (causal, prefix, right padding) have a range as union.
+        # The union of ranges that all start at key 0 (causal, prefix, right padding) is a range.
         highs = []
         for part in self.parts:
             found = part.interval(i, extent) if part.from_first_key else None
@@ -269,7 +269,7 @@ class Or(_Combined):
 
 @dataclass(frozen=True)
 class Not(_Combined):
-    """The pairs that its one part does not allow; written `~a`."""
+    """The pairs not allowed by its one part; written `~a`."""
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         found = self.parts[0].allowed(i, j, extent)
@@ -285,7 +285,7 @@ class Not(_Combined):
 
 
 def added(one: Tensor, two: Tensor) -> Tensor:
-    """Add two biases, in float32 at least; a sum of two numbers forbids no key."""
+    """Add two biases in at least float32, so that two finite numbers never sum to −inf."""
     dtype = torch.promote_types(torch.promote_types(one.dtype, two.dtype), torch.float32)
     one, two = one.to(dtype), two.to(dtype)
     total, largest = one + two, torch.finfo(dtype).max
@@ -294,7 +294,7 @@ def added(one: Tensor, two: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rows(Mask):
-    """A mask of a larger call, as some of its queries see it."""
+    """A mask of a larger call, restricted to some of its queries."""
 
     mask: Mask
     rows: Tensor

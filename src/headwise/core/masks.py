@@ -1,14 +1,14 @@
-"""Masks as values: who may attend to whom, and what is added to the scores.
+"""Masks as values: the pairs that may attend, and the bias added to the scores.
 
-`True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
-allows, `~` what a mask forbids (`torch.compile` cannot trace `~`: write such a mask outside of what
-is compiled). Query `i` stands at key position `i + S − T`, so one mask fits
-training, prefill, chunked prefill and one-token decode. `allowed` is a mask's meaning; `interval`
-is a shortcut that must give exactly the same:
+`True` means "may attend". `&` allows the pairs that both sides allow (and adds their biases), `|`
+the pairs that either side allows, `~` the pairs that a mask does not allow. (`torch.compile` cannot
+trace `~`: create such a mask outside the compiled function.) Query `i` is at key position
+`i + S − T`, so one mask fits training, prefill, chunked prefill and one-token decode. `allowed`
+defines a mask; `interval` is a shortcut that must be equivalent:
 
 * `allowed(i, j)` and `bias(i, j)` at any broadcastable index tensors (a grid or single pairs);
-* `interval(i)`: the keys of each query as one range `[low, high)`, where they are one;
-* `dense()`: the whole matrix, for people and for the definition.
+* `interval(i)`: the keys of each query as one range `[low, high)`, if they form one range;
+* `dense()`: the whole matrix, for inspection and for the definition.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ def as_mask(mask: object) -> Mask:
                 "True means 'hidden'"
             )
         raise ValueError(
-            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: {hint}."
+            f"mask must be a headwise mask, got a {mask.dtype} tensor {list(mask.shape)}; "
+            f"use {hint}."
         )
     if isinstance(mask, type) and issubclass(mask, Mask):
         needs = is_dataclass(mask) and any(field.default is MISSING for field in fields(mask))
         made = f"{mask.__name__}({'…' if needs else ''})"
         raise ValueError(
-            f"mask={mask.__name__} is a class; it must be a mask of headwise: write mask={made}."
+            f"mask must be a headwise mask, got the class {mask.__name__}; write mask={made}."
         )
     if isinstance(mask, str):
         raise ValueError(
-            f"mask={mask!r} is a str; it must be a mask of headwise: mask=headwise.Causal(), say."
+            f"mask must be a headwise mask, such as headwise.Causal(), got the string {mask!r}."
         )
-    raise ValueError(f"mask is a {type(mask).__name__}; it must be a mask of headwise or None.")
+    raise ValueError(f"mask must be a headwise mask or None, got a {type(mask).__name__}.")
 
 
 @dataclass(frozen=True)
 class Everything(Mask):
-    """Every query may attend to every key; what `mask=None` means."""
+    """Every query may attend to every key; the meaning of `mask=None`."""
 
     free = from_first_key = True
 
@@ -95,15 +96,15 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Exactly the last `size` keys, the query's own position included.
+    """The last `size` keys, including the query's own position.
 
-    A window longer than the text is all of it, however long.
+    A window longer than the sequence allows all of it.
 
     >>> Window(2).dense(queries=3, keys=3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
     Raises:
-        ValueError: if `size` is no whole number, or under 1.
+        ValueError: `size` is not a whole number or is less than 1.
     """
 
     free = True
@@ -111,7 +112,7 @@ class Window(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        rule = "a window is a whole number of keys, at least the query's own key"
+        rule = "size must be a whole number of keys, at least 1 (the query's own key)"
         object.__setattr__(self, "size", _count(self, self.size, 1, rule))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
@@ -130,8 +131,8 @@ class Window(Mask):
 class Padding(Mask):
     """Only the real keys of each batch row: `lengths[b]` of them, at the left end of the row.
 
-    `side` names where the padding is: `"right"` (the default) or `"left"`. A row of more keys than
-    the call has is full, one of fewer than none is empty.
+    `side` is the side of the padding: `"right"` (the default) or `"left"`. Lengths are clamped to
+    the range from 0 to the number of keys.
 
     >>> Padding(torch.tensor([1, 3])).dense(batch=2, keys=3)[:, 0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 1]]
@@ -143,7 +144,7 @@ class Padding(Mask):
     def __post_init__(self) -> None:
         _must_be_whole_numbers("Padding", self.lengths)
         if self.side not in ("right", "left"):
-            raise ValueError(f"Padding(side={self.side!r}): padding is at the 'right' or 'left'.")
+            raise ValueError(f"Padding(side={self.side!r}): side must be 'right' or 'left'.")
 
     def check(self, extent: Extent) -> None:
         if self.lengths.dim() != 1 or len(self.lengths) not in (1, extent.batch):
@@ -198,13 +199,13 @@ class Documents(Mask):
         return take(ids, i + extent.offset) == take(ids, j)
 
     def runs(self, i: Tensor, extent: Extent) -> Interval | None:
-        """Return each query's document as `interval` would, where all are single runs of keys."""
-        if not readable(self.ids):  # the answer depends on the numbers in it
+        """Return each query's document as in `interval`, if each is a single run of keys."""
+        if not readable(self.ids):  # the result depends on its values
             return None
         ids = self.ids.to(i.device, torch.long)  # `searchsorted` takes no booleans
         ids = ids[(None,) * (2 - ids.dim())].contiguous()
         change = ids[:, 1:] != ids[:, :-1]
-        if not bool((ids[:, 1:] >= ids[:, :-1]).all()):  # number the runs as they come
+        if not bool((ids[:, 1:] >= ids[:, :-1]).all()):  # number the runs in order
             ordered = ids.sort(dim=1).values
             if not torch.equal(change.sum(1), (ordered[:, 1:] != ordered[:, :-1]).sum(1)):
                 return None
@@ -230,9 +231,7 @@ class Prefix(Mask):
         if isinstance(self.size, Tensor):
             _must_be_whole_numbers("Prefix", self.size)
             return
-        rule = (
-            "a prefix is a whole number of keys, 0 or more, or a tensor with one for each batch row"
-        )
+        rule = "size must be a whole number of keys, at least 0, or a tensor with one per batch row"
         object.__setattr__(self, "size", _count(self, self.size, 0, rule))
 
     def check(self, extent: Extent) -> None:
@@ -273,7 +272,7 @@ class Dense(_Table):
     """A boolean tensor that broadcasts to `[B, H, T, S]`; True means "may attend".
 
     Raises:
-        ValueError: if the tensor is not boolean (a float one is a `Bias`).
+        ValueError: the tensor is not boolean (use `Bias` for a float tensor).
     """
 
     mask: Bool[Tensor, "..."]
@@ -282,8 +281,8 @@ class Dense(_Table):
         _must_be_tensor("Dense", self.mask)
         if self.mask.dtype != torch.bool:
             raise ValueError(
-                f"Dense({self.mask.dtype} {list(self.mask.shape)}): Dense takes booleans, True for "
-                f"'may attend'; a float tensor that is added to the scores is a Bias."
+                f"Dense({self.mask.dtype} {list(self.mask.shape)}): Dense takes a boolean tensor, "
+                f"True for 'may attend'; use Bias for a float tensor that is added to the scores."
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
@@ -303,8 +302,8 @@ class Bias(_Table):
         _must_be_tensor("Bias", self.values)
         if not self.values.is_floating_point():
             raise ValueError(
-                f"Bias({self.values.dtype} {list(self.values.shape)}): Bias takes floats that are "
-                f"added to the scores; a boolean tensor, True for 'may attend', is a Dense."
+                f"Bias({self.values.dtype} {list(self.values.shape)}): Bias takes a float tensor "
+                f"that is added to the scores; use Dense for booleans, True for 'may attend'."
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
@@ -320,7 +319,7 @@ class Bias(_Table):
 
 @dataclass(frozen=True)
 class ALiBi(Mask):
-    """Attention with linear biases: `−slope_h · |distance|`, slopes a geometric series in h.
+    """Attention with linear biases: `−slope_h · |distance|`; slopes are a geometric series in h.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -332,7 +331,7 @@ class ALiBi(Mask):
     free = True
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        # In the widest dtype there is: a call of float64 must not meet what float32 has rounded.
+        # In the widest dtype: calls in float64 must not get values that float32 has rounded.
         widest = torch.float32 if i.device.type == "mps" else torch.float64
         slopes = alibi_slopes(extent.heads, i.device, widest).view(1, -1, 1, 1)
         return -slopes * (i + extent.offset - j).abs()
@@ -351,7 +350,7 @@ class ALiBi(Mask):
 def alibi_slopes(
     heads: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " H"]:
-    """Return the slope of each head, in a dtype that is not PyTorch's default."""
+    """Return the slope of each head, in an explicit dtype."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
@@ -359,7 +358,7 @@ def alibi_slopes(
 
 
 def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
-    """Return numbers of keys `[B]` of a call, in 64 bits as its indices are, `[B, 1, 1, 1]`."""
+    """Return numbers of keys `[B]` as `[B, 1, 1, 1]`, in 64 bits like the call's indices."""
     return counts.to(i.device, torch.long).clamp(0, extent.keys).view(-1, 1, 1, 1)
 
 
@@ -376,18 +375,18 @@ def _must_be_tensor(name: str, value: object) -> None:
         )
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
-        raise ValueError(f"{name}({kind}): give a dense one, as by padding or to_dense().")
+        raise ValueError(f"{name}({kind}): give a dense tensor, as by to_dense().")
     if is_causal_bias(value):
         raise ValueError(
             f"{name}(a CausalBias of torch.nn.attention.bias): its memory holds no mask; give "
-            f"Causal(), or Dense(torch.ones(T, S, dtype=torch.bool).tril()) for an upper-left one "
-            f"whose T and S differ."
+            f"Causal(), or Dense(torch.ones(T, S, dtype=torch.bool).tril()) for an upper-left mask "
+            f"with different T and S."
         )
 
 
 def is_causal_bias(value: object) -> bool:
-    """Return True for PyTorch's `CausalBias`, whose numbers are memory as it was."""
-    module = sys.modules.get("torch.nn.attention.bias")  # nobody has one before it is imported
+    """Return True for PyTorch's `CausalBias`, whose memory is uninitialized."""
+    module = sys.modules.get("torch.nn.attention.bias")  # absent until imported
     return module is not None and isinstance(value, module.CausalBias)
 
 

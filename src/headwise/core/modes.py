@@ -1,7 +1,7 @@
 """The modes of PyTorch that a call may run in: traces, transforms, forward derivatives.
 
-Most of attention is plain operators, which work in all of them, and on tensors without numbers.
-Choices that depend on the numbers in a tensor do not; they ask here first.
+Most of attention is plain operators, which work in all modes and on tensors without values.
+Decisions that depend on the values of a tensor do not, and must check these functions first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def traced() -> bool:
-    """Return True if the call is recorded for other numbers, or made without any.
+    """Return True if the call is being recorded for other values, or runs without values.
 
-    By `torch.compile`, `torch.export`, `torch.jit.trace`, `make_fx` or a `FakeTensorMode`. What is
-    chosen now is chosen for ever.
+    This is the case in `torch.compile`, `torch.export`, `torch.jit.trace`, `make_fx` and
+    `FakeTensorMode`. Decisions made now become part of the trace.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
@@ -30,9 +30,9 @@ def traced() -> bool:
 
 
 def no_graph() -> AbstractContextManager[object]:
-    """Build no graph of what is computed of detached tensors.
+    """Return a context that builds no graph of computations on detached tensors.
 
-    A program that is exported keeps no such region: PyTorch cannot save one that gives nothing.
+    It is a null context under export, as PyTorch cannot save such a region if it returns nothing.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return NOTHING
@@ -43,12 +43,12 @@ NOTHING = nullcontext()
 
 
 def transformed() -> bool:
-    """Return True under a transform of `torch.func`: its tensors hold no memory of their own."""
+    """Return True under a transform of `torch.func`, whose tensors have no memory of their own."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """Return True if `torch.func.vmap` maps over one of these tensors, at whatever depth."""
+    """Return True if `torch.func.vmap` maps over one of these tensors, at any depth."""
     if not transformed():
         return False
     for x in tensors:
@@ -60,17 +60,17 @@ def batched(*tensors: Tensor | None) -> bool:
 
 
 def forward_derivatives() -> bool:
-    """Return True if derivatives are carried forward: `torch.func.jvp`, `dual_level`."""
+    """Return True in forward-mode differentiation: `torch.func.jvp`, `dual_level`."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def read_at_once(x: Tensor) -> bool:
-    """Return True if a tensor's numbers can be read, and nothing waits for a device meanwhile."""
+    """Return True if a tensor's values can be read without waiting for a device."""
     return x.device.type == "cpu" and readable(x)
 
 
 def readable(x: Tensor) -> bool:
-    """Return True if a tensor's numbers can be read: it has some, and the call is not traced."""
+    """Return True if a tensor's values can be read: it has values, and the call is not traced."""
     if traced() or transformed() or x.is_meta or isinstance(x, FakeTensor):
         return False
     return not torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]

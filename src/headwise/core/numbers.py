@@ -1,4 +1,4 @@
-"""Numbers as callers give them, Python's or NumPy's; a truth value is none."""
+"""Numbers given by callers, of Python or NumPy; booleans do not count as numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from .modes import batched
 
 LONGEST = 1 << 62
-"""More keys than a tensor can have, and few enough to add and subtract in 64 bits."""
+"""More keys than a tensor can have, and small enough for 64-bit sums and differences."""
 
 
 def as_int(value: object) -> int | None:
@@ -43,19 +43,19 @@ def whole_numbers(given: object) -> list[int] | None:
 
 
 def fault_of_flags(**flags: object) -> str | None:
-    """Return what is wrong with flags, in words.
+    """Return a description of the first argument that is neither True nor False.
 
     >>> fault_of_flags(running=True, padding="no")
-    "padding must be True or False and is 'no'"
+    "padding must be True or False, got 'no'"
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            return f"{name} must be True or False and is {format_value(value)}"
+            return f"{name} must be True or False, got {format_value(value)}"
     return None
 
 
 def check_whole(of: object, name: str, least: int = -LONGEST) -> None:
-    """Raise ValueError for a field that is no whole number, or is under the least."""
+    """Raise ValueError for a field that is not a whole number or is less than `least`."""
     value = getattr(of, name)
     if (number := as_int(value)) is None or number < least:
         bound = "" if least == -LONGEST else f", at least {least}"
@@ -65,9 +65,9 @@ def check_whole(of: object, name: str, least: int = -LONGEST) -> None:
 
 
 def real(value: object) -> float | None:
-    """Return a number as a float, infinite where none can hold it; `None` for others.
+    """Return a number as a float, infinite if it overflows; `None` for anything else.
 
-    Those are True, "2", 1j, a tensor of several or with a gradient.
+    For example, it is `None` for True, "2", 1j, and tensors with several values or a gradient.
 
     >>> real(2), real(10**400), real("2"), real(False)
     (2.0, inf, None, None)
@@ -82,12 +82,12 @@ def real(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # of whole numbers and fractions that no float can hold
+    except OverflowError:  # whole numbers and fractions beyond the range of a float
         return math.inf
 
 
 def fault_of_eps(eps: object) -> str | None:
-    """Return what is wrong with the eps of the norms of q and k, in words."""
+    """Return a description of what is wrong with the eps of the norms of q and k."""
     found = real(eps)
     if found is not None and 0.0 <= found < math.inf:
         return None

@@ -1,4 +1,4 @@
-"""Observers of the calls that layers and people's own code make: a watch, while it lasts."""
+"""Observers of the calls that layers and user code make, such as an active watch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .call import Call
 class Source(NamedTuple):
     """The layer that makes a call.
 
-    `own_positions` says that its queries and keys are of one sequence; `first_key` is the position
-    of the call's first key.
+    `own_positions` is True if its queries and keys belong to one sequence; `first_key` is the
+    position of the call's first key.
     """
 
     layer: Any
@@ -25,8 +25,8 @@ class Source(NamedTuple):
 
 
 Observer = Callable[[Call, str, Callable[[], Tensor] | Tensor], Tensor]
-"""A function of a call, its backend, and its output `[B, H, T, Dv]` or what computes it; it returns
-what takes the place of the output."""
+"""A function of a call, its backend, and its output `[B, H, T, Dv]` or a function that computes it.
+It returns the tensor that replaces the output."""
 
 observers: list[Observer] = []
 """At most one. Calls in code that is being compiled are not observed."""
@@ -37,12 +37,12 @@ class _Here(threading.local):
 
 
 HERE = _Here()
-"""The source of the calls that this thread makes now; none of those in people's own code."""
+"""The source of the calls that this thread makes now; `None` in user code."""
 
 
 @contextmanager
 def made_by(layer: Any, own_positions: bool, first_key: int) -> Iterator[None]:
-    """Let observers know who makes the calls of a `with` block."""
+    """Set the source of the calls in a `with` block, for observers."""
     before, HERE.source = HERE.source, Source(layer, own_positions, first_key)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Attention as the textbook writes it: the specification that everything faster is tested against.
+"""The textbook definition of attention: the reference against which faster code is tested.
 
-It builds the T×T matrix, in float32 at least, and hides nothing: scores, weights and log-sum-exp
-come back beside the output. Order of events: scale, softcap, bias, mask, softmax, dropout, values.
-A learned sink is one more logit in each row's softmax, that of an outcome without a value.
+It builds the T×T matrix in at least float32 and returns scores, weights and log-sum-exp along with
+the output. The order of operations is scale, softcap, bias, mask, softmax, dropout, values. A
+learned sink is one more logit in each row's softmax, for an outcome without a value.
 
 Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2 (2024), §2; grouped heads: Ainslie et al.
 2023; learned sinks: GPT-OSS (2025), after Miller 2023.
@@ -25,12 +25,12 @@ from .shapes import Extent, extent_of, statistics_dtype
 
 @dataclass(frozen=True)
 class Definition:
-    """The results of the textbook, intermediate ones included.
+    """The results of the definition, including intermediate ones.
 
-    `logits` are the scores that enter the softmax, −inf where not allowed; `weights` the
-    probabilities before dropout, 0 in rows that may attend to nothing, whose `lse` is −inf. With
-    learned sinks, `lse` has the sink's logit in it and a row of `weights` sums to less than 1:
-    the rest is `sink`. `q` and `k` are those that were given.
+    `logits` are the scores that enter the softmax, −inf where not allowed. `weights` are the
+    probabilities before dropout. Rows without a visible key have weights 0 and `lse` −inf. With
+    learned sinks, `lse` includes the sink's logit, and each row of `weights` sums to 1 − `sink`.
+    `q` and `k` are the arguments.
     """
 
     out: Float[Tensor, "B H T Dv"]
@@ -56,14 +56,14 @@ def attention(
     sinks: Float[Tensor, " H"] | None = None,
     seed: Tensor | None = None,
 ) -> Definition:
-    """Compute attention with nothing hidden and nothing saved.
+    """Compute attention by definition, with all intermediate results.
 
-    Arguments are those of `headwise.attend()`; `seed`, int64 `[]`, says what dropout drops and is
-    drawn by default. A sink takes its share of every row that may attend to a key; other rows stay
-    dead. The output is in q's dtype, everything else in float32 (float64 for float64).
+    Arguments are those of `headwise.attend()`; `seed`, int64 `[]`, is the seed of dropout. Default:
+    a new seed. A sink gets a share of every row that may attend to a key; other rows stay dead. The
+    output is in q's dtype, everything else in float32 (float64 for float64).
 
     Raises:
-        ValueError: where shapes or the mask do not fit.
+        ValueError: shapes or the mask do not fit.
 
     >>> q = k = v = torch.eye(2).view(1, 1, 2, 2)
     >>> attention(q, k, v, scale=0.0).weights[0, 0].tolist()
@@ -98,15 +98,15 @@ def rows(
 ) -> Definition:
     """Compute the definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` in q, k and v.
 
-    With all of them it is attention itself; in blocks of rows it needs less memory at a time. Where
-    there is dropout, they are consecutive and there is a seed.
+    With all of them it is attention itself; in blocks of rows it needs less memory at a time.
+    Dropout requires consecutive indices and a seed.
     """
     dtype = statistics_dtype(q.dtype)
     keys = k.to(dtype).repeat_interleave(extent.group, dim=1)
     scores = (q.to(dtype) @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     logits, allowed = finish_scores(scores, mask, extent, i, j, softcap=softcap)
     alive = allowed.any(-1, keepdim=True)
-    # A row without keys has no softmax: give it a harmless one, then take it away again, so that
+    # A row without keys has no softmax: use a finite placeholder and zero it afterwards, so that
     # neither its value nor its gradient is ever 0/0.
     entering = logits.masked_fill(~alive, 0.0)
     if sinks is not None:
@@ -115,7 +115,7 @@ def rows(
     outcomes = torch.softmax(entering, dim=-1)
     weights = torch.where(allowed, outcomes[..., : logits.shape[-1]], 0.0)
     sink = None if sinks is None else torch.where(alive[..., 0], outcomes[..., -1], 0.0)
-    # The gradient of PyTorch's own logsumexp is exp(s − lse), of which a large lse leaves nothing.
+    # The gradient of PyTorch's logsumexp is exp(s − lse), which is inaccurate for a large lse.
     top = entering.detach().amax(-1, keepdim=True) if entering.shape[-1] else 0.0
     lse = (top + (entering - top).exp().sum(-1, keepdim=True).log())[..., 0]
     lse = torch.where(alive[..., 0], lse, -torch.inf)
@@ -133,7 +133,7 @@ def finish_scores(
 ) -> tuple[Tensor, Tensor]:
     """Apply softcap, bias and mask, in this order, to scaled scores at the pairs (i, j).
 
-    Returns the scores that enter the softmax, −inf where not allowed; and where they are allowed.
+    Return the scores that enter the softmax, −inf where not allowed, and the allowed pairs.
     """
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

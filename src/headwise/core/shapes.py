@@ -19,8 +19,8 @@ from .numbers import as_int, format_value
 class Extent:
     """The sizes of one attention call.
 
-    Query `i` stands at key position `i + first_query`; by default that is `i + S − T`, so that the
-    last query stands at the last key.
+    Query `i` is at key position `i + first_query`. By default that is `i + S − T`, so that the last
+    query is at the last key.
     """
 
     batch: int
@@ -32,17 +32,17 @@ class Extent:
 
     @property
     def offset(self) -> int:
-        """The key position of query 0; by default negative with more queries than keys."""
+        """The key position of query 0; by default negative if there are more queries than keys."""
         return self.keys - self.queries if self.first_query is None else self.first_query
 
     @property
     def inside(self) -> bool:
-        """True if every query stands at a key."""
+        """True if every query is at the position of a key."""
         return 0 <= self.offset <= self.keys - self.queries
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """The number of query heads that share one key/value head."""
         return self.heads // self.kv_heads
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def _shape(x: object) -> str:
 def extent_of(
     q: Tensor, k: Tensor, v: Tensor, function: str = "attend", first_query: int | None = None
 ) -> Extent:
-    """Return the sizes of q, k and v; raise ValueError where they do not fit together."""
+    """Return the sizes of q, k and v; raise ValueError if they do not fit together."""
     if fault := _misfit(q, k, v):
         raise ValueError(f"{quote(q, k, v, function)}: {fault}")
     first = None if first_query is None else as_int(first_query)
@@ -77,7 +77,7 @@ def extent_of(
 
 
 def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return what keeps q, k and v from being one call, in words."""
+    """Return a description of what is wrong with q, k and v together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if fault := _fault_of(x):
             return f"{name} {fault}."
@@ -93,7 +93,7 @@ def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if heads % k.shape[1]:
         return (
             f"{heads} query heads cannot share {k.shape[1]} key/value heads evenly; "
-            f"the second must divide the first."
+            f"the number of key/value heads must divide the number of query heads."
         )
     if not q.dtype == k.dtype == v.dtype:
         return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype."
@@ -103,44 +103,44 @@ def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _fault_of(x: object) -> str | None:
-    """Return what keeps something from being queries, keys or values, in words."""
+    """Return a description of why something cannot be queries, keys or values."""
     if fault := not_dense(x):
         return fault
     assert isinstance(x, Tensor)
     if x.dim() != 4:
         return (
             f"has {x.dim()} axes and must have 4, [batch, heads, length, head_dim]; "
-            f"add the missing ones with unsqueeze"
+            f"add the missing axes with unsqueeze"
         )
     if x.is_quantized:
-        return f"is quantized, {x.dtype}; give dequantize() of it"
+        return f"is quantized ({x.dtype}); call dequantize() first"
     if not x.is_floating_point():
-        return f"is {x.dtype}; attention needs floating point"
+        return f"is {x.dtype}; attention needs a floating-point dtype"
     return None
 
 
 def not_dense(x: object) -> str | None:
-    """Return what keeps something from being a dense tensor, in words."""
+    """Return a description of why something is not a dense tensor."""
     if not isinstance(x, Tensor):
-        return f"is a {type(x).__name__} and must be a torch.Tensor"
+        return f"is a {type(x).__name__}, not a torch.Tensor"
     if x.is_nested:
         return (
-            "is a nested tensor; pad the rows before they are split into heads, "
-            "to_padded_tensor(0.0), and give mask=Padding(lengths), or lay them one after another "
-            "and give mask=Documents(ids)"
+            "is a nested tensor; pad the rows with to_padded_tensor(0.0) before they are split "
+            "into heads and give mask=Padding(lengths), or concatenate them and give "
+            "mask=Documents(ids)"
         )
     if x.layout != torch.strided:
-        return f"is {x.layout}; give a dense tensor, as by to_dense()"
+        return f"is {x.layout}; give a dense tensor, for example by to_dense()"
     return None
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics: float32 at least, and float64 for float64."""
+    """Return the dtype of statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Compute in the dtypes given, also where autocast would lower those of products."""
+    """Return a context that disables autocast, so that products keep the given dtypes."""
     kind = device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

@@ -1,4 +1,4 @@
-"""Arguments that other libraries' attention has: what is written for them here."""
+"""Suggestions for attention arguments of other libraries, which headwise names differently."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _WRITE = {
     ),
     ("dropout_p",): "write dropout=",
     ("enable_gqa",): (
-        "leave it out: fewer key and value heads than query heads are seen from shapes"
+        "omit it: fewer key and value heads than query heads are inferred from the shapes"
     ),
     ("need_weights", "average_attn_weights", "output_attentions", "return_attention"): (
-        "hw.observe(q, k, v, …) returns what every head did, and .weights(heads=…) of it the "
-        "attention"
+        "hw.observe(q, k, v, …) returns statistics of every head, and its .weights(heads=…) the "
+        "attention weights"
     ),
     ("window_size", "sliding_window"): "write mask=hw.Causal() & hw.Window(n)",
     ("softmax_scale", "sm_scale"): "write scale=",
@@ -47,8 +47,8 @@ def refuse_unknown(
 ) -> NoReturn:
     """Raise TypeError for the first of the given arguments, which `function` does not have.
 
-    `call` is the beginning of the call; hints in `instead` replace those for `attend`. Parameters
-    with a default, and names in `shared`, are suggested otherwise.
+    `call` is the beginning of the call; hints in `instead` replace those for `attend`. For other
+    names, the message suggests parameters with a default and names in `shared`.
 
     >>> refuse_unknown("attend(…", lambda x, mask=None: x, {"is_causal": True})
     Traceback (most recent call last):

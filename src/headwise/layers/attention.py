@@ -24,7 +24,7 @@ _SEE = (
     "hw.watch(layer) statistics of every head"
 )
 _WEIGHT_OPTIONS = ("need_weights", "average_attn_weights", "output_attentions", "return_attention")
-_CONTEXT = "the layer makes keys and values itself, of x or of context=, one tensor for both"
+_CONTEXT = "the layer computes keys and values itself, both from x or both from context="
 _CACHE = "write cache=hw.KVCache(), the same object for every call of a layer"
 
 _IN_CALLS = dict.fromkeys(_WEIGHT_OPTIONS, _SEE) | {
@@ -37,20 +37,20 @@ _IN_CALLS = dict.fromkeys(_WEIGHT_OPTIONS, _SEE) | {
     "softmax_scale": "give scale= to the layer when it is built",
     "sm_scale": "give scale= to the layer when it is built",
 }
-"""What is written in a call of the layer for arguments of other libraries, where `attend` has other
-words."""
+"""Hints for arguments of other libraries in calls of the layer, where they differ from those for
+`attend`."""
 
 _MASKS = (
     "is_causal causal mask attn_mask attention_mask attn_bias key_padding_mask window_size "
     "sliding_window"
 ).split()
-_KV_DIM = "write kv_dim=, the width of the context that keys and values are made of"
+_KV_DIM = "write kv_dim=, the width of the context from which keys and values are computed"
 _SINKS = "sinks=True gives each head a learned logit that takes a share of its attention"
 _WHEN_BUILT = (
     dict.fromkeys(_WEIGHT_OPTIONS, _SEE)
     | dict.fromkeys(_MASKS, "give the mask to the call: layer(x, mask=hw.Causal())")
     | {
-        "batch_first": "leave it out: the layer takes and returns [batch, length, embed_dim]",
+        "batch_first": "omit it: the layer takes and returns [batch, length, embed_dim]",
         "kdim": _KV_DIM,
         "vdim": _KV_DIM,
         "add_bias_kv": _SINKS,
@@ -60,13 +60,13 @@ _WHEN_BUILT = (
         "n_heads": "write num_heads=",
     }
 )
-"""The same where the layer is built."""
+"""The same for the constructor."""
 
 _NOTHING = nullcontext()
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMS norm of every head's features. The state dict holds its eps beside the weight."""
+    """RMS norm of every head's features. The state dict holds its eps along with the weight."""
 
     def __init__(self, dim: int, eps: float, **factory: Any) -> None:
         super().__init__(dim, eps=eps, **factory)
@@ -77,12 +77,12 @@ class HeadNorm(nn.RMSNorm):
         return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the eps of a state dict."""
+        """Set the eps from a state dict."""
         self.eps = float(state)
 
 
 def _keep_eps(norm: HeadNorm, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a state dict without an eps leave the norm's own."""
+    """Keep the norm's eps if a state dict has none."""
     state.setdefault(f"{prefix}_extra_state", norm.get_extra_state())
 
 
@@ -90,36 +90,38 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017 §3.2), self or cross, with grouped heads.
 
     `out = merge(attend(q, k, v)) W_outᵀ + b_out` with `q, k, v = split(x W_qkvᵀ + b_qkv)`: one
-    matrix product makes all three where they read the same input. Query head h reads key/value
+    matrix product computes all three if they read the same input. Query head h reads key/value
     head `h // (num_heads // num_kv_heads)` (Ainslie et al. 2023).
 
     Args:
         embed_dim: width of the input.
-        num_heads: query heads H.
-        num_kv_heads: key/value heads G, a divisor of H; default H, 1 is multi-query attention.
-        head_dim: D; default `embed_dim // num_heads`.
-        kv_dim: width of `context`, where it is not `embed_dim`; the layer then always needs one.
-        out_dim: width of the output; default `embed_dim`.
-        bias: of the projections to q, k and v: one bool, or three.
-        out_bias: of the output projection; default: whether any of the other three is on.
-        dropout: probability of dropping an attention probability, in training mode only.
+        num_heads: number of query heads H.
+        num_kv_heads: number of key/value heads G, a divisor of H; 1 is multi-query attention.
+            Default: H.
+        head_dim: D. Default: `embed_dim // num_heads`.
+        kv_dim: width of `context`, if it differs from `embed_dim`; each call then needs a context.
+        out_dim: width of the output. Default: `embed_dim`.
+        bias: bias of the projections to q, k and v: one bool, or three.
+        out_bias: bias of the output projection. Default: True if q, k or v has a bias.
+        dropout: probability of dropping an attention weight, in training mode only.
         rope: rotary positions for q and k, continued through a cache.
-        qk_norm: RMS norm of every head's q and k, with a learned weight each (as Qwen 3), before
+        qk_norm: RMS norm of every head's q and k, each with a learned weight (as in Qwen 3), before
             the rotation.
         qk_norm_eps: added to the mean square in these norms. The state dict holds it, so
             `load_state_dict` sets it.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        scale: of the scores; default `head_dim ** -0.5`.
-        sinks: one learned logit for each head, `layer.sinks` `[H]`, that takes a share of every
-            row's attention and gives nothing (as GPT-OSS).
+        scale: factor of the scores. Default: `head_dim ** -0.5`.
+        sinks: one learned logit per head, `layer.sinks` `[H]`, which gets a share of every row's
+            attention and contributes no value (as in GPT-OSS).
         backend: as in `attend()`.
 
     Raises:
-        ValueError: sizes that do not divide, or a value out of its range; the message says which.
+        ValueError: sizes do not divide, or a value is out of range; the message names it.
 
-    Weights: `qkv` is a Linear whose rows are q's heads, then k's, then v's (with another `kv_dim`:
-    `q` and `kv`), `out` the output projection. They start as Xavier uniform, for q, k and v each
-    on its own, biases at 0. Biases of only some sections are one short vector, `some_bias`.
+    Weights: `qkv` is a Linear whose rows are q's heads, then k's, then v's (with a different
+    `kv_dim`: `q` and `kv`); `out` is the output projection. Initial weights are Xavier uniform,
+    separately for q, k and v, and biases are 0. If only some of q, k and v have a bias, `some_bias`
+    holds these biases in one vector.
 
     >>> import torch, headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -194,13 +196,14 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, mha: nn.MultiheadAttention) -> "MultiHeadAttention":
         """Build a layer with copies of the weights of an `nn.MultiheadAttention`.
 
-        The layer takes and returns `[B, length, embed_dim]` whatever `batch_first` is, and masks
-        by name: `layer(x, mask=hw.Causal())` is `mha(x, x, x, attn_mask=…)[0]`. Device, dtype,
-        dropout and the training mode are those of `mha`. `hw.replace_attention_` replaces the
-        modules of a model by ones that are called as before.
+        The layer takes and returns `[B, length, embed_dim]` regardless of `batch_first`, and takes
+        masks by name: `layer(x, mask=hw.Causal())` is `mha(x, x, x, attn_mask=…)[0]`. Device,
+        dtype, dropout and training mode are those of `mha`. Use `hw.replace_attention_` to replace
+        the modules of a model without changing how they are called.
 
         Raises:
-            ValueError: something else; `kdim` is not `vdim`; `add_bias_kv`, `add_zero_attn`.
+            ValueError: `mha` is not an `nn.MultiheadAttention`, its `kdim` differs from `vdim`, or
+                it uses `add_bias_kv` or `add_zero_attn`.
 
         >>> mha = nn.MultiheadAttention(24, num_heads=3, batch_first=True)
         >>> layer, x = MultiHeadAttention.from_torch(mha), torch.randn(2, 7, 24)
@@ -248,8 +251,7 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(out_rows, self.out_dim, bias=self.out_bias, **factory)
 
     def reset_parameters(self) -> None:
-        """Initialize again: Xavier uniform for q, k, v and out each on its own, biases and sinks 0,
-        norms 1."""
+        """Reinitialize: q, k, v and out Xavier uniform each, biases and sinks 0, norms 1."""
         weights = [self.out.weight]
         if self.head_shard is not None:
             weights += self.head_shard.weights(self)
@@ -275,26 +277,26 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | None = None,
         **unknown: Unknown,
     ) -> Float[Tensor, "*B T O"]:
-        """Attend from every row of x to x itself, or to `context`.
+        """Attend from every position of x to x itself, or to `context`.
 
         Args:
             x: `[B, T, embed_dim]`, or `[T, embed_dim]` without a batch.
             context: `[B, S, kv_dim]`, or `[S, kv_dim]`, for cross-attention; keys and values come
                 from it.
-            mask: who may attend to whom; None lets every query see every key, later ones too.
-            cache: the past of this layer. x continues it, and is added to it. A cache with a
-                window needs a mask with the same `Window(n)`.
+            mask: the pairs that may attend. None lets every query see every key, even later ones.
+            cache: the earlier keys and values of this layer, to which those of x are appended. A
+                cache with a window needs a mask with the same `Window(n)`.
 
         Returns:
             `[B, T, out_dim]`, or `[T, out_dim]`.
 
         Raises:
-            ValueError: shapes that do not fit the layer or each other; a layer of another
-                `kv_dim` without a context; a context together with a cache (a cache continues
-                one text; project the context anew, or keep its keys yourself) or with RoPE
-                (x and context have no common positions); and what cache and `attend` refuse.
-            TypeError: an argument that there is not, such as PyTorch's `is_causal` or a third
-                tensor; the message says what is written for it here.
+            ValueError: shapes do not fit the layer or each other; a layer with its own `kv_dim`
+                gets no context; a context is given together with a cache (which continues one
+                text) or with RoPE (x and context have no common positions); or the cache or
+                `attend()` raises it.
+            TypeError: an unknown argument, such as PyTorch's `is_causal` or a third tensor; the
+                message suggests the equivalent argument.
         """
         if more or unknown:
             _refuse(more, unknown)
@@ -320,12 +322,12 @@ class MultiHeadAttention(nn.Module):
             with self._observed(True, cache.length - k.shape[2]):
                 out = self._attend(q, k, v, mask)
             return self._merge(out)
-        except BaseException:  # a call that fails, or is stopped, leaves no half of it behind
+        except BaseException:  # undo a call that failed or was interrupted
             cache.rewind(mark)
             raise
 
     def _observed(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
-        """Let observers know whose calls those of a `with` block are, if there are any."""
+        """Return a context that tells observers, if any, which layer makes the calls."""
         if torch.compiler.is_compiling() or not observers:
             return _NOTHING
         return made_by(self, own_positions, first_key)
@@ -335,7 +337,7 @@ class MultiHeadAttention(nn.Module):
         if fault is not None:
             fault = f"x {fault}"
         elif context is not None and (wrong := not_dense(context)):
-            hint = "; a mask is given by name, mask=…" if isinstance(context, Mask) else ""
+            hint = "; give the mask by name, mask=…" if isinstance(context, Mask) else ""
             fault = f"context {wrong}{hint}"
         elif cache is not None and not isinstance(cache, KVCache):
             fault = f"cache must be a KVCache, got {format_value(cache)}; write cache=hw.KVCache()"
@@ -346,7 +348,7 @@ class MultiHeadAttention(nn.Module):
             fault = f"x must be [B, T, {self.embed_dim}] or [T, {self.embed_dim}]"
         elif context is None:
             if self.kv_dim != self.embed_dim:
-                fault = f"kv_dim={self.kv_dim} asks for a context of that width"
+                fault = f"kv_dim={self.kv_dim} requires a context of that width"
         elif context.ndim != 3 or context.shape[2] != self.kv_dim or len(context) != len(x):
             fault = f"context must be [B={len(x)}, S, {self.kv_dim}]"
         elif cache is not None:
@@ -362,7 +364,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"{call}: {fault}")
 
     def _fault_of_sharding(self) -> str | None:
-        """Return what is wrong with a fused projection whose rows lie over ranks, in words."""
+        """Return a description of what is wrong with a fused projection sharded over ranks."""
         for name in ("qkv", "kv"):
             linear = self._modules.get(name)
             if linear is None or type(linear._parameters.get("weight")) is nn.Parameter:
@@ -370,18 +372,18 @@ class MultiHeadAttention(nn.Module):
             placements = getattr(linear.weight, "placements", ())
             if any(place.is_shard(0) for place in placements):  # type: ignore[union-attr]
                 return (
-                    f"{name}.weight lies over ranks in one block of rows each, in which the "
-                    f"sections of q, k and v are cut across; lay the layer out by "
+                    f"{name}.weight is sharded over ranks in blocks of rows, which split the "
+                    f"sections of q, k and v; shard the layer by "
                     f"hw.parallel.plan(model)"
                 )
         return None
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, H, T, D]`, k and v `[B, G, S, D]`: views of the products, nothing is copied.
+        """Return q `[B, H, T, D]`, k and v `[B, G, S, D]` as views of the products, without copies.
 
-        Under autograd rows are split before the heads are: so the backward pass joins the three
-        gradients in the memory order that the product's own backward reads. The other way round
-        has fewer steps.
+        Under autograd, rows are split before heads: the backward pass then joins the three
+        gradients in the memory order that the product's backward reads. Without autograd, heads are
+        split first, which takes fewer steps.
         """
         if self.kv_dim != self.embed_dim:
             assert context is not None
@@ -403,7 +405,7 @@ class MultiHeadAttention(nn.Module):
         return self._heads(q), self._heads(k), self._heads(v)
 
     def _heads(self, rows: Tensor) -> Tensor:
-        """`[B, T, N * D]` to `[B, N, T, D]`, a view."""
+        """Return `[B, T, N * D]` as a view `[B, N, T, D]`."""
         b, t, width = rows.shape
         return rows.view(b, t, width // self.head_dim, self.head_dim).transpose(1, 2)
 
@@ -413,7 +415,7 @@ class MultiHeadAttention(nn.Module):
         return F.linear(x, linear.weight, self._joined_bias(linear))
 
     def _joined_bias(self, linear: nn.Linear) -> Tensor | None:
-        """The bias of all sections, with zeros for those that have none."""
+        """Return the bias of all sections, with zeros for those without a bias."""
         if self.some_bias is None:
             return linear.bias
         on = self.bias[-len(self.sections) :]
@@ -442,7 +444,7 @@ class MultiHeadAttention(nn.Module):
             k, v = cache.append(k, v)
         if (
             self.rope is not None and self.rope.depends_on_length
-        ):  # every key turns anew, so the cache holds them unturned
+        ):  # all keys are rotated again, so the cache holds them unrotated
             k = self.rope(k, first + q.shape[2] - k.shape[2])
         return q, k, v
 
@@ -465,12 +467,12 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def first_head(self) -> int:
-        """The number of the first head that attends here; not 0 for a shard of a layer."""
+        """The index of the first head computed here; may be above 0 in a shard of a layer."""
         return 0 if self.head_shard is None else self.head_shard.first
 
     @property
     def all_heads(self) -> int:
-        """The number of heads of the whole layer, of which `num_heads` attend here."""
+        """The number of heads of the whole layer, of which `num_heads` are computed here."""
         return self.num_heads if self.head_shard is None else self.head_shard.all_heads
 
     @property
@@ -479,17 +481,17 @@ class MultiHeadAttention(nn.Module):
         return self._here(self.out.weight)
 
     def _here(self, parameter: Any) -> Any:
-        """Return the part of a parameter that belongs to the heads that attend here."""
+        """Return the part of a parameter that belongs to the heads computed here."""
         if self.head_shard is None or parameter is None:
             return parameter
         return parameter.to_local()
 
     def _merge(self, out: Tensor) -> Tensor:
-        """`[B, H, T, D]` to `[B, T, out_dim]`."""
+        """Return `[B, H, T, D]` projected to `[B, T, out_dim]`."""
         return self.out(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
-        """Sizes, and every option that is not at its default."""
+        """Return the sizes and every option that differs from its default."""
         parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
         defaults = {
             "num_kv_heads": self.num_heads,
@@ -519,20 +521,20 @@ class MultiHeadAttention(nn.Module):
 def fault_of_torch(mha: object) -> str | None:
     """Return the reason why a module cannot be replaced by a layer of headwise."""
     if type(mha) is not nn.MultiheadAttention:
-        return "give an nn.MultiheadAttention; a subclass may compute something else"
+        return "give an nn.MultiheadAttention; a subclass may compute something different"
     if mha.bias_k is not None:
-        return "it was built with add_bias_kv=True, a learned key and value; no layer here has them"
+        return "it was built with add_bias_kv=True, a learned key and value, which is not supported"
     if mha.add_zero_attn:
-        return "it was built with add_zero_attn=True, a key of zeros; no layer here has one"
+        return "it was built with add_zero_attn=True, a key of zeros, which is not supported"
     return None
 
 
 def _refuse(more: tuple[object, ...], unknown: dict[str, Unknown]) -> NoReturn:
-    """Raise TypeError for arguments of a call of the layer that it has not."""
+    """Raise TypeError for unknown arguments in a call of the layer."""
     if more:
-        hint = "masks and caches are given by name: mask=…, cache=…"
+        hint = "give masks and caches by name: mask=…, cache=…"
         if all(isinstance(one, Tensor) for one in more):
-            hint = "it makes q, k and v itself; for your own take hw.attend(q, k, v)"
+            hint = "the layer computes q, k and v itself; use hw.attend(q, k, v) for your own"
         raise TypeError(
             f"MultiHeadAttention.forward(x, context, …): {2 + len(more)} positional arguments were "
             f"given, and there are two: layer(x) attends from x to itself, layer(x, context) to a "

@@ -9,25 +9,25 @@ from torch import Tensor
 from ..core.numbers import LONGEST, as_int, format_value
 
 _SPARE = 64
-"""Rows that a growing cache takes beyond what it needs now."""
+"""Rows that a growing cache reserves beyond what it needs now."""
 
 
 class KVCache:
-    """The keys and values that one attention layer has seen; one cache a layer.
+    """The past keys and values of one attention layer; use one cache per layer.
 
-    `KVCache()` grows: its room doubles when it runs out, so a token costs no copy of the past.
-    `KVCache(max_length=n)` takes its room once, on the first `append`, and refuses token n + 1.
-    `KVCache(window=n)` keeps what a mask `Window(n)` can still reach: the last n - 1 keys, which
-    stand before the next chunk's own. Its memory does not grow with the text. Masks that name keys
-    by number (`Documents`, `Prefix`, `Dense`, `Bias`) then count from the first key returned.
+    `KVCache()` grows: its capacity doubles when it is full, so most tokens copy no earlier ones.
+    `KVCache(max_length=n)` allocates its memory once, on the first `append`; token n + 1 raises
+    ValueError. `KVCache(window=n)` keeps the keys that a mask `Window(n)` can still reach: the last
+    n - 1 keys before the next chunk. Its memory does not grow with the text. Masks that address
+    keys by index (`Documents`, `Prefix`, `Dense`, `Bias`) then count from the first key returned.
 
-    With gradients off (`torch.no_grad`, `torch.inference_mode`) tokens are written in place and
+    With gradients off (`torch.no_grad`, `torch.inference_mode`), tokens are written in place and
     `append` returns views. With gradients on, nothing is written in place and results stay
-    differentiable; that copies the past for each call. Views that `append` returned hold their
-    values until `reset` or `rewind`.
+    differentiable, but each call copies the past. Views returned by `append` keep their values
+    until `reset` or `rewind`.
 
     Raises:
-        ValueError: `max_length` or `window` that is no whole number or below 1, or both given.
+        ValueError: `max_length` or `window` is not a whole number or is below 1, or both are given.
 
     >>> import torch
     >>> cache = KVCache()
@@ -41,42 +41,44 @@ class KVCache:
     def __init__(self, *, max_length: int | None = None, window: int | None = None) -> None:
         call = f"KVCache(max_length={format_value(max_length)}, window={format_value(window)})"
         if max_length is not None and window is not None:
-            raise ValueError(f"{call}: give max_length or window, not both: a window bounds itself")
+            raise ValueError(
+                f"{call}: give max_length or window, not both; a window bounds the memory"
+            )
         self.max_length = None if max_length is None else _checked(max_length, call)
         self.window = None if window is None else _checked(window, call)
         if self.max_length == LONGEST:
-            raise ValueError(f"{call}: no memory has room for so many keys; KVCache() grows")
+            raise ValueError(f"{call}: too many keys for any memory; use KVCache(), which grows")
         self._seen = 0
         self._room: tuple[Tensor, Tensor] | None = None  # keys and values [B, G, rows, D]
-        self._own = False  # False: the room is part of a graph or a caller's, not to be written
-        self._start = 0  # what is kept lies in rows _start.._stop of the room
+        self._own = False  # False: the room is the caller's or part of a graph, and read-only
+        self._start = 0  # the stored tokens are rows _start.._stop of the room
         self._stop = 0
 
     @property
     def length(self) -> int:
-        """Tokens seen so far, dropped ones included: the position of the next token."""
+        """The number of tokens so far, including dropped ones: the position of the next token."""
         return self._seen
 
     @property
     def stored(self) -> int:
-        """Tokens that the cache holds now; less than `length` only with a window."""
+        """The number of tokens in the cache; less than `length` only with a window."""
         return self._stop - self._start
 
     def append(
         self, k: Float[Tensor, "B G T D"], v: Float[Tensor, "B G T D"]
     ) -> tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
-        """Add T tokens and return all keys and values to attend to, in order, theirs last.
+        """Add T tokens and return all keys and values to attend to, in order.
 
         Args:
             k, v: `[B, G, T, D]` of the new tokens.
 
         Returns:
-            keys and values `[B, G, S, D]`: everything so far, or with a window the last
-            `window - 1` of the past and the T new ones.
+            Keys and values `[B, G, S, D]` of all tokens so far or, with a window, of the last
+            `window - 1` earlier tokens and the T new ones.
 
         Raises:
-            ValueError: another batch size, head count, head dimension, dtype or device than
-                before; more than `max_length` tokens.
+            ValueError: batch size, head count, head dimension, dtype or device differs from before;
+                there are more than `max_length` tokens.
         """
         self._check(k, v)
         count = k.shape[2]
@@ -88,17 +90,17 @@ class KVCache:
         return both
 
     def reset(self) -> None:
-        """Forget every token; a preallocated cache keeps its room."""
+        """Remove all tokens; a preallocated cache keeps its memory."""
         self._seen = self._start = self._stop = 0
         if self.max_length is None or not self._own:
             self._room, self._own = None, False
 
     def mark(self) -> tuple[Any, ...]:
-        """Return where the cache stands, for `rewind`; good until the next `reset` or `select`."""
+        """Return the current state for `rewind`; valid until the next `reset` or `select`."""
         return self._seen, self._room, self._own, self._start, self._stop
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
-        """Forget what came after `mark`: a call that failed, or tokens drawn on trial.
+        """Remove the tokens added after `mark`, such as those of a failed call or a rejected draft.
 
         >>> import torch
         >>> cache = KVCache()
@@ -111,9 +113,9 @@ class KVCache:
         self._seen, self._room, self._own, self._start, self._stop = mark
 
     def select(self, index: Int[Tensor, " N"]) -> None:
-        """Keep the batch rows `index`, in that order; rows may repeat or be left out.
+        """Keep the batch rows `index`, in that order; rows may be repeated or omitted.
 
-        For beam search, and for dropping rows that are finished.
+        Use it for beam search and to drop finished rows.
 
         >>> import torch
         >>> cache = KVCache()
@@ -126,7 +128,7 @@ class KVCache:
             return
         keys, values = self._room
         index = index.to(keys.device)
-        # A room of our own must stay writable outside inference mode.
+        # Memory owned by the cache must stay writable outside inference mode.
         with torch.inference_mode(torch.is_inference_mode_enabled() and not self._own):
             self._room = keys.index_select(0, index), values.index_select(0, index)
 
@@ -146,7 +148,7 @@ class KVCache:
             )
         if self._room is None:
             return
-        if not self._seen:  # reset: the room may be kept, but another shape is welcome
+        if not self._seen:  # reset: the memory may be kept, but the shape may change
             if not _alike(k, self._room[0]) or not _alike(v, self._room[1]):
                 self._room, self._own = None, False
             return
@@ -156,11 +158,11 @@ class KVCache:
                 raise ValueError(
                     f"{call}: {name} is {new.dtype} on {new.device}, but the cache holds {name} "
                     f"of [B={b}, G={g}, {self.stored} tokens, D={d}], {old.dtype} on {old.device}; "
-                    "these must stay the same: one cache for each layer and batch, or reset() it"
+                    "these must stay the same; use one cache per layer and batch, or call reset()"
                 )
 
     def _written(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens behind the past, in place."""
+        """Write the new tokens after the earlier ones, in place."""
         count = k.shape[2]
         if not self._own or self._room is None or self._stop + count > self._room[0].shape[2]:
             self._move(count, k, v)
@@ -173,15 +175,15 @@ class KVCache:
         return keys[:, :, start:stop], values[:, :, start:stop]
 
     def _move(self, count: int, k: Tensor, v: Tensor) -> None:
-        """A new room for `count` more tokens, the past copied into it.
+        """Allocate memory for `count` more tokens and copy the earlier ones into it.
 
-        Rows handed out before are never written again, so earlier views stay what they were.
+        Rows returned before are never overwritten, so earlier views keep their values.
         """
         kept = self.stored
         if self.max_length is not None:
             rows = self.max_length
         elif self.window is not None:
-            # In the end twice the window, so that the move comes once in `window` tokens.
+            # At most twice the window, so that a move happens once per `window` tokens.
             rows = min(2 * self.window, max(kept + count + _SPARE, 2 * (kept + count)))
         else:
             rows = max(kept + count + _SPARE, 2 * kept)
@@ -194,7 +196,7 @@ class KVCache:
         self._start, self._stop = 0, kept
 
     def _joined(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The past and the new tokens by `torch.cat`; keeps the part that later tokens need."""
+        """Concatenate earlier and new tokens; keep the part that later tokens need."""
         both = k, v
         if self._room is not None and self.stored:
             past = [room[:, :, self._start : self._stop] for room in self._room]
@@ -202,7 +204,7 @@ class KVCache:
         total = both[0].shape[2]
         first = 0 if self.window is None else max(0, total - (self.window - 1))
         self._room, self._own = both, False
-        if first:  # a copy: a view would keep the whole chunk alive
+        if first:  # a copy: a view would keep the whole chunk in memory
             self._room = both[0][:, :, first:].clone(), both[1][:, :, first:].clone()
         self._start, self._stop = 0, total - first
         return both
@@ -218,7 +220,7 @@ def _checked(given: object, call: str) -> int:
 
 
 def _alike(new: Tensor, old: Tensor) -> bool:
-    """Same batch, heads, head dimension, dtype and device; the number of tokens may differ."""
+    """Return True if everything but the number of tokens matches: sizes, dtype and device."""
     return (
         new.shape[:2] == old.shape[:2]
         and new.shape[3] == old.shape[3]

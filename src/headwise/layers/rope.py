@@ -1,7 +1,7 @@
-"""Rotary positions (RoPE): both pairings of the features, and the scalings that configs name.
+"""Rotary positions (RoPE): both pairings of the features, and the scalings used in configs.
 
-Su et al. 2021, "RoFormer". Pair i of a head's features is turned by the angle `position * f_i`,
-`f_i = base ** (-2i / dim)`, so that a score q·k depends on the distance of the two positions only.
+Su et al. 2021, "RoFormer". Pair i of a head's features is rotated by the angle `position * f_i`,
+`f_i = base ** (-2i / dim)`, so that a score q·k depends only on the distance of the two positions.
 """
 
 import math
@@ -18,7 +18,8 @@ from ..core.numbers import as_int, fault_of_flags, format_value, real
 from ..core.shapes import not_dense
 
 SHORT = 4096
-"""Up to which position a table of all rows is kept; farther on, the rows of the last few calls."""
+"""The last position in the table of all rows; beyond it, the rows of the last few calls are kept.
+"""
 
 _NEEDS = {
     "default": (),
@@ -32,32 +33,33 @@ _NEEDS = {
         "high_freq_factor",
     ),
 }
-"""Which keys each `rope_type` must have."""
+"""The keys that each `rope_type` requires."""
 
 _OPTIONAL = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-"""Keys of numbers that may be left out, or None."""
+"""Keys of numbers that may be missing or None."""
 
 
 class RoPE:
-    """Rotary positions as a value: it holds no parameters and one may serve every layer.
+    """Rotary positions as a value without parameters, which all layers can share.
 
     Args:
-        dim: how many leading features of a head are rotated (even); the rest pass unchanged.
+        dim: the number of leading features of a head that are rotated (even); the other features
+            pass unchanged.
         base: the longest wavelength is near `2π * base` tokens (`rope_theta` in configs).
         interleaved: which features form a pair. False: i and i + dim/2 (Hugging Face's Llama);
             True: 2i and 2i + 1 (the paper, and Meta's own weights).
         scaling: None, or a mapping with the keys of Hugging Face configs: `rope_type` (or the
-            older `type`) one of default, linear, dynamic (NTK-aware, Peng et al. 2023 §3.3),
-            yarn (ibid. §3.4, with its attention factor) and llama3, with `factor`,
+            older `type`), one of default, linear, dynamic (NTK-aware, Peng et al. 2023 §3.3),
+            yarn (ibid. §3.4, with its attention factor) and llama3; `factor`,
             `original_max_position_embeddings`, and for yarn optionally `attention_factor`,
             `mscale`, `mscale_all_dim`, `beta_fast`, `beta_slow`, `truncate`.
 
-    Angles are computed in float64, and features rotated in float32 at least. `transformers`
-    computes them in float32: its angles differ by rounding, up to about `position * 1e-7` radians.
+    Angles are computed in float64, and features are rotated in at least float32. `transformers`
+    computes angles in float32: they differ by rounding, up to about `position * 1e-7` radians.
 
     Raises:
-        ValueError: a `dim` that is no even number above 0, a base that is not finite and above 0, a
-            scaling that is not known, lacks a key or holds what is no number.
+        ValueError: `dim` is not a positive even number, `base` is not positive and finite, or
+            `scaling` is unknown, lacks a key or contains a value that is not a number.
 
     >>> import torch
     >>> rope = RoPE(2)
@@ -79,7 +81,7 @@ class RoPE:
         features, longest = as_int(dim), real(base)
         if features is None or features < 2 or features % 2:
             raise ValueError(
-                f"{call}: dim must be even and at least 2, a whole number: features turn in pairs"
+                f"{call}: dim must be an even whole number of at least 2; features rotate in pairs"
             )
         if longest is None or not 0 < longest < math.inf:
             raise ValueError(f"{call}: base must be above 0 and finite")
@@ -108,17 +110,17 @@ class RoPE:
 
     @classmethod
     def from_config(cls, config: Any, interleaved: bool = False) -> "RoPE":
-        """The rotation that a Hugging Face model config describes.
+        """Build the rotation that a Hugging Face model config describes.
 
         Args:
             config: a `transformers` config, or the mapping read from its config.json: `rope_theta`,
                 `head_dim` (or `hidden_size` and `num_attention_heads`), `partial_rotary_factor`,
                 `max_position_embeddings`, and `rope_parameters` (transformers 5) or `rope_scaling`.
-            interleaved: as in the constructor; configs do not say.
+            interleaved: as in the constructor; configs do not contain it.
 
         Raises:
-            ValueError: scaling parameters per layer type, a config that lacks a size, and whatever
-                the constructor refuses.
+            ValueError: scaling parameters differ by layer type, the config lacks a size, or the
+                constructor raises it.
 
         >>> RoPE.from_config({"hidden_size": 24, "num_attention_heads": 3, "rope_theta": 500.0})
         RoPE(8, base=500.0)
@@ -147,9 +149,9 @@ class RoPE:
         for name in wanted:
             if not as_int(get(name)):
                 raise ValueError(
-                    f"RoPE.from_config: {name} is {format_value(get(name))}, and must "
-                    f"be a whole number; "
-                    f"give RoPE(dim, …) in place of a config without it"
+                    f"RoPE.from_config: {name} must be a whole number, got "
+                    f"{format_value(get(name))}; "
+                    f"if the config lacks it, give RoPE(dim, …) instead"
                 )
         head_dim = get("head_dim") or get("hidden_size") // get("num_attention_heads")
         longest = get("max_position_embeddings")
@@ -172,9 +174,9 @@ class RoPE:
     def frequencies(
         self, length: int = 0, device: torch.device | None = None
     ) -> Float[Tensor, " pairs"]:
-        """Radians per token of each pair, float64, `[dim / 2]`.
+        """Return the radians per token of each pair, float64, `[dim / 2]`.
 
-        `length` is the length of the sequence so far, which only dynamic scaling looks at.
+        `length` is the length of the sequence so far, which only dynamic scaling uses.
         """
         even = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
         scaling = self.scaling or {}
@@ -195,18 +197,18 @@ class RoPE:
     def __call__(
         self, x: Float[Tensor, "B H T D"], offset: int | Int[Tensor, " B"] = 0
     ) -> Float[Tensor, "B H T D"]:
-        """Rotate queries or keys that sit at positions `offset`, `offset + 1`, ….
+        """Rotate queries or keys at positions `offset`, `offset + 1`, ….
 
         Args:
             x: `[B, H, T, D]`, D at least `dim`, any floating dtype.
-            offset: the position of the first token, one for all or one a batch row.
+            offset: the position of the first token, one for all or one per batch row.
 
         Returns:
-            a new tensor of x's shape and dtype.
+            A new tensor of x's shape and dtype.
 
         Raises:
-            ValueError: x is no floating-point tensor of four axes, D is smaller than `dim`, or the
-                offset is no whole number.
+            ValueError: x is not a floating-point tensor with four axes, D is smaller than `dim`, or
+                the offset is not a whole number.
         """
         if fault := self._fault_of(x, offset):
             raise ValueError(f"RoPE(dim={self.dim}) called with {fault}")
@@ -219,11 +221,11 @@ class RoPE:
         return (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]).to(x.dtype)
 
     def _fault_of(self, x: Tensor, offset: int | Tensor) -> str | None:
-        """Return what keeps x from being rotated at an offset, in words."""
+        """Return a description of why x cannot be rotated at an offset."""
         if fault := not_dense(x):
             return f"x that {fault}"
         if x.dim() != 4:
-            return f"x of shape {list(x.shape)}: give heads' queries or keys, [B, H, T, D]"
+            return f"x of shape {list(x.shape)}: give queries or keys of heads, [B, H, T, D]"
         if not x.is_floating_point():
             return f"x of {x.dtype}: give a floating-point tensor"
         if x.shape[-1] < self.dim:
@@ -238,7 +240,7 @@ class RoPE:
         if fits:
             return None
         return (
-            f"offset={format_value(offset)}: give the position of the first token, a "
+            f"offset={format_value(offset)}: give the position of the first token as a "
             f"whole number, or a "
             f"tensor of whole numbers with one for each of {len(x)} batch rows"
         )
@@ -246,7 +248,7 @@ class RoPE:
     def _cos_sin(
         self, offset: int | Tensor, count: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines that broadcast over `[B, H, T, dim / 2]`."""
+        """Return cosines and sines that broadcast over `[B, H, T, dim / 2]`."""
         if isinstance(offset, Tensor):
             steps = torch.arange(count, device=device)
             positions = offset.to(device).view(-1, 1, 1) + steps  # [B, 1, T]
@@ -270,14 +272,14 @@ class RoPE:
     def _table(
         self, first: int, stop: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Rows for positions from `first` to `stop`, kept for the next call and the next layer."""
+        """Return rows for positions `first` to `stop`, cached for later calls and layers."""
         asked = (first, stop, device, dtype)
         kept = self._tables.get(asked)
         if kept is None:
-            # A table born in inference mode could not be saved for a later backward pass.
+            # A table created in inference mode could not be saved for a later backward pass.
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._compute(torch.arange(first, stop, device=device), 0, dtype)
-            if type(kept[0]) is Tensor:  # a stand-in without numbers must not outlive its mode
+            if type(kept[0]) is Tensor:  # a fake tensor must not outlive its mode
                 self._tables[asked] = kept
         return kept
 
@@ -287,7 +289,7 @@ class RoPE:
     __hash__ = None  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tables are cheaper computed than copied.
+        # Computing tables is cheaper than copying them.
         return {**self.__dict__, "_tables": BoundedCache(_TABLES)}
 
     def __repr__(self) -> str:
@@ -300,7 +302,7 @@ class RoPE:
 
 
 def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn features i and i + dim/2 of x `[B, H, T, dim]`."""
+    """Rotate features i and i + dim/2 of x `[B, H, T, dim]`."""
     a, b = x.chunk(2, dim=-1)
     first = torch.addcmul(a * cos, b, sin, value=-1)
     second = torch.addcmul(b * cos, a, sin)
@@ -308,12 +310,12 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn features 2i and 2i + 1 of x `[B, H, T, dim]`: a product of complex numbers.
+    """Rotate features 2i and 2i + 1 of x `[B, H, T, dim]` by a product of complex numbers.
 
-    That is several times as fast as strided halves, where the memory can be read so.
+    If the memory layout allows it, that is several times as fast as strided halves.
     """
     even = x.stride(-1) == 1 and not any(s % 2 for s in (*x.stride()[:-1], x.storage_offset()))
-    if even and not torch.compiler.is_compiling():  # compilers know little of complex numbers
+    if even and not torch.compiler.is_compiling():  # compilers support complex numbers poorly
         numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(numbers * torch.complex(cos, sin)).flatten(-2)
     a, b = x[..., 0::2], x[..., 1::2]
@@ -323,7 +325,7 @@ def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _kind(scaling: dict[str, Any] | None, call: str) -> str:
-    """The scaling's type, after checking that it is known and complete."""
+    """Return the scaling's type, after checking that it is known and complete."""
     if scaling is None:
         return "default"
     kind = scaling.get("rope_type", scaling.get("type"))
@@ -338,8 +340,7 @@ def _kind(scaling: dict[str, Any] | None, call: str) -> str:
         least = "at least" if key in _OPTIONAL else "above"
         if value is None or not 0 <= value < math.inf or (not value and least == "above"):
             raise ValueError(
-                f"{call}: {key} must be a finite number {least} 0 and is "
-                f"{format_value(scaling[key])}"
+                f"{call}: {key} must be a finite number {least} 0, got {format_value(scaling[key])}"
             )
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ValueError(f"{call}: low_freq_factor must be below high_freq_factor")
@@ -347,11 +348,12 @@ def _kind(scaling: dict[str, Any] | None, call: str) -> str:
 
 
 _TABLES = 8
-"""How many tables a rotation keeps: of short contexts, and of the last few calls beyond."""
+"""The number of tables that a rotation keeps: of short contexts, and of the last few longer calls.
+"""
 
 
 def _attention_factor(scaling: dict[str, Any] | None) -> float:
-    """YaRN's factor on cosines and sines (Peng et al. 2023, equation 22; on q and k each)."""
+    """Return YaRN's factor on cosines and sines (Peng et al. 2023, equation 22; on q and on k)."""
     assert scaling is not None
     given = scaling.get("attention_factor")
     if given is not None:
@@ -366,7 +368,7 @@ def _attention_factor(scaling: dict[str, Any] | None) -> float:
 
 
 def _yarn(plain: Tensor, base: float, dim: int, scaling: dict[str, Any]) -> Tensor:
-    """YaRN by parts: pairs that turn often are kept, those that turn rarely are interpolated."""
+    """Apply YaRN: keep pairs that rotate often, and interpolate those that rotate rarely."""
     length = scaling["original_max_position_embeddings"]
 
     def pair_that_turns(times: float | int) -> float:  # within the original length
@@ -385,7 +387,7 @@ def _yarn(plain: Tensor, base: float, dim: int, scaling: dict[str, Any]) -> Tens
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1's rule: long waves are interpolated, short ones kept, a ramp between."""
+    """Apply Llama 3.1's rule: interpolate long wavelengths, keep short ones, ramp in between."""
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)

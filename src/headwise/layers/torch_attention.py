@@ -1,4 +1,4 @@
-"""headwise's layer in place of `nn.MultiheadAttention`, called as before."""
+"""A drop-in replacement for `nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .attention import MultiHeadAttention, fault_of_torch
 
 
 def replace_attention_(model: nn.Module) -> tuple[str, ...]:
-    """Put headwise's layer in place of every `nn.MultiheadAttention` in a model.
+    """Replace every `nn.MultiheadAttention` in a model by headwise's layer.
 
-    The new modules have the old parameters themselves, under the same names: optimizers, tied
-    weights and checkpoints stay valid. They are called as before, `(query, key, value,
-    key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)`, and return
-    `(output, weights)` as before, so that `nn.TransformerEncoder`, `nn.TransformerDecoder` and
-    models of torchvision go on working; attention runs in `hw.attend()`.
+    The new modules share the old parameters under the same names, so optimizers, tied weights and
+    checkpoints stay valid. They take the same arguments, `(query, key, value, key_padding_mask,
+    need_weights, attn_mask, average_attn_weights, is_causal)`, and return `(output, weights)`, so
+    `nn.TransformerEncoder`, `nn.TransformerDecoder` and models of torchvision keep working.
+    Attention runs in `hw.attend()`.
 
-    Three results differ from PyTorch's: a query that may attend to nothing gets weights 0, not NaN;
-    weights are those before dropout; and PyTorch's fused encoder layers, which skip the attention
-    module, are switched off, so that padded positions of an encoder's output are not zeros.
+    Three results differ from PyTorch's: a query without a visible key gets weights 0, not NaN;
+    returned weights are those before dropout; and PyTorch's fused encoder layers, which skip the
+    attention module, are disabled, so padded positions of an encoder's output are not zeros.
 
     Returns:
         The names of the modules that were replaced.
 
     Raises:
-        ValueError: there is none, or the model is one itself; `add_bias_kv`, `add_zero_attn`, a
-            subclass, or hooks on a module. Nothing is replaced then.
+        ValueError: the model has no such module, or is one itself; or a module uses `add_bias_kv`
+            or `add_zero_attn`, is of a subclass, or has hooks. Nothing is replaced then.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, batch_first=True), 2)
     >>> x = torch.randn(2, 7, 24)
@@ -46,8 +46,8 @@ def replace_attention_(model: nn.Module) -> tuple[str, ...]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{call}: give a model, an nn.Module.")
     if isinstance(model, nn.MultiheadAttention):
-        hint = "hw.MultiHeadAttention.from_torch(…) builds a layer of it"
-        raise ValueError(f"{call}: only modules inside of a model are replaced; {hint}.")
+        hint = "hw.MultiHeadAttention.from_torch(…) builds a layer from it"
+        raise ValueError(f"{call}: only modules inside a model are replaced; {hint}.")
     found: dict[str, nn.MultiheadAttention] = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -58,7 +58,7 @@ def replace_attention_(model: nn.Module) -> tuple[str, ...]:
     for name, module in found.items():
         fault = fault_of_torch(module)
         if fault is None and (module._forward_hooks or module._forward_pre_hooks):
-            fault = "it has forward hooks, which would be lost; remove them, and add them after"
+            fault = "it has forward hooks, which would be lost; remove them and add them afterwards"
         if fault is not None:
             raise ValueError(f"{call}: at {name!r}, {fault}.")
     built = {id(module): TorchMultiHeadAttention(module) for module in found.values()}
@@ -71,7 +71,7 @@ def replace_attention_(model: nn.Module) -> tuple[str, ...]:
 
 
 class TorchMultiHeadAttention(MultiHeadAttention):
-    """`MultiHeadAttention` with the parameters, the call and the result of `nn.MultiheadAttention`.
+    """`MultiHeadAttention` with the parameters, arguments and results of `nn.MultiheadAttention`.
 
     Args:
         mha: the module; its parameters are shared.
@@ -98,7 +98,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         """Create nothing: the parameters come from PyTorch's module."""
 
     def reset_parameters(self) -> None:
-        """Initialize again: Xavier uniform for q, k, v and out each on its own, biases 0."""
+        """Reinitialize: separate Xavier uniform for q, k, v and out; biases 0."""
         with torch.no_grad():
             weights = (*self._weights(), self.out_proj.weight) if self._parameters else ()
             for weight in weights:  # none while the layer is built
@@ -118,24 +118,24 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `nn.MultiheadAttention` does, with its arguments and masks (True is hidden).
+        """Attend like `nn.MultiheadAttention`, with its arguments and masks (True masks a pair).
 
         Args:
             query: `[B, T, embed_dim]`, `[T, B, embed_dim]` without `batch_first`, or
-                `[T, embed_dim]`; key and value alike, of widths kdim and vdim.
+                `[T, embed_dim]`; key and value likewise, with widths kdim and vdim.
             key_padding_mask: `[B, S]` or `[S]`, bool or float.
-            need_weights: return the weights too. They are a matrix `[T, S]` for each head, which is
-                not built otherwise.
+            need_weights: also return the weights, a matrix `[T, S]` per head, which is not built
+                otherwise.
             attn_mask: `[T, S]` or `[B·num_heads, T, S]`, bool or float.
             average_attn_weights: return the mean of the weights over heads.
             is_causal: a hint that `attn_mask` is causal.
 
         Returns:
-            The output, of the form of query; and the weights `[B, T, S]`, `[B, H, T, S]` without
-            averaging, or None.
+            The output, in the layout of query, and the weights `[B, T, S]` (`[B, H, T, S]` without
+            averaging) or None.
 
         Raises:
-            ValueError: shapes or masks that do not fit; `is_causal` without `attn_mask`.
+            ValueError: shapes or masks do not fit, or `is_causal` is given without `attn_mask`.
         """
         batched, own = query.dim() == 3, key is query
         given = query, key, value
@@ -177,11 +177,11 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> Mask:
-        """Return PyTorch's masks as one of headwise's."""
+        """Return PyTorch's masks as one headwise mask."""
         (batch, queries), keys = query.shape[:2], key.shape[1]
         mask = as_mask(None)
         if attn_mask is None and is_causal:
-            raise ValueError(self._fault("is_causal is a hint about attn_mask; give that too"))
+            raise ValueError(self._fault("is_causal is a hint about attn_mask; give attn_mask too"))
         if attn_mask is not None:
             shape = tuple(attn_mask.shape)
             if shape not in ((queries, keys), (batch * self.num_heads, queries, keys)):
@@ -206,7 +206,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         if hidden.dtype == torch.bool:
             return Dense(~hidden)
         if not hidden.is_floating_point():
-            raise ValueError(self._fault(f"a mask is {hidden.dtype}; give bool or float"))
+            raise ValueError(self._fault(f"masks must be bool or float, got {hidden.dtype}"))
         return Bias(hidden)
 
     def _fault(self, fault: str) -> str:
