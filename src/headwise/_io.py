@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and folders with one writer at a time."""
+"""Atomic writing of files, and directories with one writer at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ._text import one_line
 
 try:
     import fcntl
-except ImportError:  # Windows: two writers are not distinguished there
+except ImportError:  # Windows: directories are not locked
     fcntl = None
 
 TEMPORARY = ".headwise-*.tmp"
-"""Folders of unfinished files."""
+"""Pattern of the directories that hold unfinished files."""
 
 LOCK = ".headwise.lock"
-"""What the lock of a folder is called."""
+"""The name of a directory's lock file."""
 
 _KINDS = {
     stat.S_ISCHR: "a device",
@@ -36,26 +36,26 @@ _NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, e
 
 
 def place_for(path: Path) -> Path:
-    """Find the regular file that is, or would be, at `path`, symlinks followed.
+    """Return the path of the regular file that is, or would be, at `path`, following symlinks.
 
     Raises:
-        OSError: a folder, a device, a pipe, a socket; the file that standard output goes to; a
-            symlink that leads to itself; a file in a folder that there is not.
+        OSError: it is a directory, device, pipe or socket, or the file that receives standard
+            output; a symlink leads to itself; or the directory does not exist.
     """
     try:
         found = path.stat()
     except FileNotFoundError:
         found = None
     except OSError as error:
-        raise OSError(f"{path}: no file can be there ({error.strerror})") from None
+        raise OSError(f"{path} cannot be written ({error.strerror})") from None
     if found is not None:
         if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(f"{path}: is a folder; name a file in it")
+            raise IsADirectoryError(f"{path} is a directory; name a file in it")
         for kind, name in _KINDS.items():
             if kind(found.st_mode):
-                raise OSError(f"{path}: is {name}, and only a file can be replaced; name a file")
+                raise OSError(f"{path} is {name}, and only a file can be replaced; name a file")
         if any(os.path.samestat(found, stream) for stream in _streams()):
-            raise OSError(f"{path}: is where this program prints; name another file")
+            raise OSError(f"{path} receives the output of this program; name another file")
     place = Path(os.path.realpath(path))
     for folder in (path.parent, place.parent):
         if not folder.is_dir():
@@ -67,28 +67,28 @@ _FORMATS = frozenset(
     ".bin .csv .db .htm .html .json .jsonl .npy .npz .parquet .pdf .pickle .pkl .png .pt .pth "
     ".safetensors .sqlite .sqlite3 .svg .tsv .txt .xlsx .yaml .yml .zip".split()
 )
-"""The suffixes of files of known formats."""
+"""The file suffixes of known formats."""
 
 
 def check_suffix(path: Path, kind: str, own: Sequence[str], instead: str = "") -> None:
-    """Raise ValueError where a file of one format would be named as one of another.
+    """Raise ValueError if a file of one format has the suffix of another.
 
     Args:
-        kind: what is written there, in words.
-        own: how such files end.
-        instead: what else to do.
+        kind: a description of the content.
+        own: the suffixes of such files.
+        instead: an alternative, for the message.
     """
     suffix = path.suffix.lower()
     if suffix in _FORMATS.difference(own):
         more = f", or {instead}" if instead else ""
         raise ValueError(
-            f"{path}: {kind} would be written, and the name ends in {suffix}; name it "
+            f"{path}: the content is {kind}, but the name ends in {suffix}; name it "
             f"{path.with_suffix(own[0]).name!r}{more}."
         )
 
 
 def _streams() -> Iterator[os.stat_result]:
-    """Yield standard output and standard error, as far as they are open."""
+    """Yield the status of standard output and standard error, if open."""
     for number in (1, 2):
         with suppress(OSError):
             yield os.fstat(number)
@@ -97,14 +97,14 @@ def _streams() -> Iterator[os.stat_result]:
 def write_whole(
     folder: Path, writers: Mapping[str, Callable[[Path], object]], *, replace: bool = True
 ) -> None:
-    """Let each writer fill a file elsewhere, then put all of them in place in `folder`.
+    """Let each writer fill a temporary file, then move all of them into `folder`.
 
-    When a writer fails, nothing is left of any of them, and what was there before is untouched.
-    A symlink stays one: the file that it leads to is replaced.
+    If a writer fails, no file is written and existing files stay unchanged. A symlink is kept: the
+    file that it points to is replaced.
 
     Raises:
-        OSError: what `place_for` refuses, or the file system; without `replace`, a file that is
-            there, even if it came while the writers wrote.
+        OSError: from `place_for` or the file system; without `replace`, a file already exists, even
+            if it was created in the meantime.
     """
     places = {name: place_for(folder / name) for name in writers}
     with ExitStack() as stack:
@@ -116,22 +116,22 @@ def write_whole(
         for name, write in writers.items():
             mode = _mode(places[name], parts[name])
             write(parts[name])
-            parts[name].chmod(mode)  # some libraries make files that only their owner can read
+            parts[name].chmod(mode)  # some libraries create files that only their owner can read
         for name, part in parts.items():
             (os.replace if replace else _put)(part, places[name])
 
 
 def _temporary_folder(parent: Path) -> TemporaryDirectory[str]:
-    """Return a folder in which nobody else writes, on the file system of `parent`."""
+    """Return a private temporary directory on the file system of `parent`."""
     before, after = TEMPORARY.split("*")
     return TemporaryDirectory(after, before, parent)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file of safetensors.
+    """Write a safetensors file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -143,19 +143,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _put(part: Path, place: Path) -> None:
-    """Give the file the name `place` too, if nothing has it: a rename would not ask."""
+    """Link the file to `place` if nothing exists there; a rename would overwrite it."""
     try:
         os.link(part, place)
     except FileExistsError:
-        raise FileExistsError(f"{place}: is there already, written meanwhile") from None
+        raise FileExistsError(f"{place} already exists; it was written meanwhile") from None
     except OSError:  # a file system without hard links
         if place.exists():
-            raise FileExistsError(f"{place}: is there already, written meanwhile") from None
+            raise FileExistsError(f"{place} already exists; it was written meanwhile") from None
         os.replace(part, place)
 
 
 def _mode(place: Path, part: Path) -> int:
-    """Make an empty `part`; the permissions of the file that it replaces, or those of a new one."""
+    """Create an empty `part`; return the permissions of the file to replace, or of a new file."""
     part.touch(exist_ok=False)
     known = place if place.exists() else part
     return stat.S_IMODE(known.stat().st_mode)
@@ -168,14 +168,14 @@ def holds_files(folder: Path) -> bool:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Make `folder` and keep others from writing into it; without a trace if nothing was written.
+    """Create `folder` and lock it against other writers; remove it if nothing was written.
 
-    The lock is the system's own: it ends with its process, however that ends. What unfinished
-    files a killed one has left are removed.
+    The lock belongs to the operating system and ends with its process. Unfinished files of killed
+    processes are removed.
 
     Raises:
-        BlockingIOError: somebody else, process or thread, is writing into the folder.
-        OSError: the folder cannot be made or written.
+        BlockingIOError: another process or thread is writing into the directory.
+        OSError: the directory cannot be created or written.
     """
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,13 +192,13 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the file `path`, which is there as long as its holder works."""
+    """Hold the lock on the file `path`, which exists only while it is held."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(file, path)
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file)):
-                break  # else its last holder has removed it since we opened it
+                break  # otherwise its last holder has removed it since it was opened
         except BaseException:
             os.close(file)
             raise
@@ -206,7 +206,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before it is given back: nobody else can hold it yet
+        path.unlink(missing_ok=True)  # before the lock is released: nobody else can hold it yet
         os.close(file)
 
 
@@ -217,9 +217,9 @@ def _lock(file: int, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(
-            f"{path.parent}: another run is writing into this folder; wait until it has ended, or "
-            f"name another folder"
+            f"{path.parent}: another run is writing into this directory; wait until it ends, or "
+            f"name another directory"
         ) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:  # some network file systems know no locks
+        if error.errno not in _NO_LOCKS_HERE:  # some network file systems have no locks
             raise

@@ -1,4 +1,4 @@
-"""Tables of heads in notebooks: as HTML, as a pandas data frame, as a figure."""
+"""Tables of heads for notebooks: as HTML, as a pandas data frame, or as a plot."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 PlotBackend = Literal["plotly", "matplotlib"]
 
-COUNTS = {"layer", "head", "calls", "queries", "of_queries"}  # columns that are no figures
-SHOWN = 200  # the most rows that a notebook shows
+COUNTS = {"layer", "head", "calls", "queries", "of_queries"}  # columns that are not metrics
+SHOWN = 200  # the largest number of rows that a notebook shows
 
 
 class HeadTable(ABC):
-    """A result with `table()`, a row for each head, that shows itself in notebooks."""
+    """A result with `table()`, one row per head, which notebooks display as HTML."""
 
     @abstractmethod
     def table(self) -> list[dict[str, Any]]: ...
@@ -35,41 +35,39 @@ class HeadTable(ABC):
         """Draw one column of `table()`: layers down, heads across.
 
         Args:
-            figure: a column's name; none: the first figure there is.
-            backend: `"plotly"` for a figure that answers to the pointer, `"matplotlib"` for a
-                static one.
+            figure: the name of a column. Default: the first metric.
+            backend: `"plotly"` for an interactive plot, `"matplotlib"` for a static one.
 
         Returns:
             A Plotly or a matplotlib `Figure`.
 
         Raises:
             ImportError: the library is not installed.
-            ValueError: no such column, or another backend.
+            ValueError: an unknown column or backend.
         """
         return heads_figure(self.table(), figure, backend=backend)
 
     def _repr_html_(self) -> str:
         try:
             return html_table(self.table())
-        except ValueError:  # nothing was seen
+        except ValueError:  # nothing was recorded
             return html.escape(repr(self))
 
 
 def frame_of(name: str, table: Callable[[], Any], instead: str = "table()") -> DataFrame:
-    """Return a table as a pandas `DataFrame`; raise an `ImportError` that quotes
-    `call.to_pandas()`."""
+    """Return a table as a pandas `DataFrame`; an `ImportError` names the method of `name`."""
     try:
         from pandas import DataFrame
     except ImportError:
         raise ImportError(
-            f"{name}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
+            f"{name}.to_pandas(): pandas is not installed; run `pip install pandas`, or use "
             f"{name}.{instead}"
         ) from None
     return DataFrame(table())
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a table of HTML; of many, the first.
+    """Return rows as an HTML table, at most `SHOWN` of them.
 
     >>> html_table([{"head": 0, "entropy": 1.25}, {"head": 1, "entropy": None}]).count("<td>")
     4
@@ -85,7 +83,7 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def html_summary(text: str, lines: Sequence[object], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a paragraph, a list of lines, of many the first, and a table as HTML."""
+    """Return a paragraph, a list of at most `SHOWN` lines, and a table as HTML."""
     items = "".join(f"<li>{html.escape(str(line))}</li>" for line in lines[:SHOWN])
     return f"<p>{html.escape(text)}</p><ul>{items}</ul>{html_table(rows)}"
 
@@ -102,19 +100,19 @@ def heads_figure(
     titles: Mapping[str, str] | None = None,
     backend: PlotBackend = "plotly",
 ) -> Any:
-    """Draw one column of `rows` as a heat map: layers down, heads across; blank for none.
+    """Draw one column of `rows` as a heat map: layers down, heads across; missing cells are blank.
 
     Args:
-        rows: a dict a head, with `head` and, of several modules, `layer`.
-        figure: the column that is drawn; none: the first.
-        titles: what columns are called.
-        backend: the library that draws it.
+        rows: one dict per head, with `head` and, for several modules, `layer`.
+        figure: the name of the column. Default: the first metric.
+        titles: titles of columns by name.
+        backend: the plotting library.
     """
     if backend not in ("plotly", "matplotlib"):
-        raise ValueError(f"plot(backend={backend!r}): give 'plotly' or 'matplotlib'")
+        raise ValueError(f"plot(backend={backend!r}): backend must be 'plotly' or 'matplotlib'")
     there = [name for name in dict.fromkeys(n for row in rows for n in row) if _is(rows, name)]
     if not there or figure not in (None, *there):
-        raise ValueError(f"plot({figure!r}): no such figure; there are: {', '.join(there) or '–'}")
+        raise ValueError(f"plot({figure!r}): unknown metric; there are: {', '.join(there) or '–'}")
     name = figure or there[0]
     layers = list(dict.fromkeys(str(row.get("layer", "")) for row in rows))
     cells: list[list[float | None]] = [
@@ -126,7 +124,9 @@ def heads_figure(
     try:
         return draw(cells, layers, (titles or {}).get(name, name))
     except ImportError:
-        raise ImportError(f"plot(): {backend} is not installed; `pip install {backend}`") from None
+        raise ImportError(
+            f"plot(): {backend} is not installed; run `pip install {backend}`"
+        ) from None
 
 
 def _with_plotly(cells: list[list[float | None]], layers: Sequence[str], title: str) -> Any:

@@ -1,4 +1,4 @@
-"""Text for people: checks of names and texts from others, and short `repr`s."""
+"""Text for display: short `repr`s, escaped strings, and checks of strings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Brief:
-    """A dataclass whose `repr` is one short line: arrays by dtype and shape, long parts cut, and
-    what is as by default left out.
+    """A dataclass with a one-line `repr`: arrays by dtype and shape, long values truncated, and
+    default values omitted.
 
-    It is written `@dataclass(repr=False)`, for a dataclass otherwise makes a `repr` of its own.
+    Subclasses use `@dataclass(repr=False)`, as a dataclass would otherwise define its own `repr`.
 
     >>> import torch, headwise as hw
     >>> hw.Dense(torch.ones(300, 300, dtype=torch.bool))
@@ -20,7 +20,7 @@ class Brief:
     """
 
     def __repr__(self) -> str:
-        if not is_dataclass(self):  # a mask of somebody's own may be any class
+        if not is_dataclass(self):  # a custom mask may be any class
             return object.__repr__(self)
         parts = [
             f"{field.name}={brief(getattr(self, field.name))}"
@@ -36,7 +36,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 2, 4, 4, 4
 
 
 def brief(value: Any) -> str:
-    """Return a value in a few words: a tensor or an array by its dtype and shape.
+    """Return a short `repr` of a value; tensors and arrays are shown by dtype and shape.
 
     >>> brief(list(range(100))), brief("so")
     ('[0, 1, 2, 3, ...]', "'so'")
@@ -48,11 +48,11 @@ def brief(value: Any) -> str:
 
 
 def escaped(text: object) -> str:
-    r"""Escape each character of a text that is not printable, as `repr` does.
+    r"""Escape non-printable characters, as `repr` does.
 
-    So no name moves the cursor, colours the terminal, ends a line, or fails to be encoded.
+    A name then cannot move the cursor, color the terminal, end a line, or fail to be encoded.
 
-    >>> print(escaped("naïve\x1b[31m\n" + "\udcff"))  # the last is a byte that is no UTF-8
+    >>> print(escaped("naïve\x1b[31m\n" + "\udcff"))  # the last byte is not UTF-8
     naïve\x1b[31m\n\udcff
     """
     return "".join(
@@ -61,12 +61,12 @@ def escaped(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return a text in one line, such as the message of an error."""
+    """Return a text, such as an error message, on one line."""
     return " ".join(str(text).split())
 
 
 def and_more(items: Sequence[str], most: int = 3) -> str:
-    """Return the first of a list, and the number of the others.
+    """Return the first items of a list, and the number of remaining ones.
 
     >>> and_more(["one", "two", "three"], most=2)
     'one, two and 1 more'
@@ -79,10 +79,10 @@ def must_be_text(text: str, name: str) -> None:
     """Check that a string can be encoded.
 
     Raises:
-        ValueError: it has lone surrogates, as Python has for bytes that are no UTF-8.
+        ValueError: it contains lone surrogates, which stand for bytes that are not UTF-8.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         at = f"{escaped(text[error.start])} at {error.start}"
-        raise ValueError(f"{name} is no text: {at} stands for a byte that is no UTF-8") from None
+        raise ValueError(f"{name} is not valid text: {at} is a byte that is not UTF-8") from None

@@ -1,4 +1,4 @@
-"""`attend()` computes attention, `observe()` also says what every head did."""
+"""`attend()`: multi-head attention on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -38,28 +38,30 @@ def attend(
         q: queries `[B, H, T, D]`, any floating dtype; query head `h` reads key/value head
             `h // (H // G)`.
         k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, Dv]`, of a width of their own if need be.
-        mask: a mask of headwise, such as `Causal() & Window(128)`; `None` for everything.
-        scale: factor of the scores, `D**-0.5` by default.
-        softcap: `c` makes scores `c · tanh(score / c)`, before any bias.
-        dropout: probability with which a weight is dropped, to 1/65536; give 0 outside training. A
-            seed that is drawn for the call from PyTorch's default generator says which, the same on
-            every backend but `"sdpa"` on CUDA, whose kernels draw for themselves.
-        sinks: learned sinks `[H]`: one more logit for each head, in the softmax of every row that
-            may attend to a key; what it takes is attention to nothing (no key, no value).
-        first_query: the key position of query 0, from which masks reckon; by default S − T, so that
-            the last query stands at the last key. A part of a sequence names its own.
-        backend: `"auto"`, `"native"`, `"sdpa"`, `"blocked"` or `"eager"`. One chosen by name never
-            falls back.
+        v: values `[B, G, S, Dv]`; their width may differ from D.
+        mask: a headwise mask, such as `Causal() & Window(128)`. `None` allows every pair.
+        scale: factor of the scores. Default: `D**-0.5`.
+        softcap: a value `c` replaces each score by `c · tanh(score / c)`, before any bias.
+        dropout: probability of dropping a weight, rounded to 1/65536; give 0 outside training. The
+            dropped weights follow from a seed that each call draws from PyTorch's default generator
+            and are the same on every backend, except `"sdpa"` on CUDA, whose kernels use their own
+            random numbers.
+        sinks: learned sinks `[H]`: one more logit per head in the softmax of every row that may
+            attend to a key. Weight on a sink contributes no value.
+        first_query: the key position of query 0, used by masks. Default: S − T, so that the last
+            query is at the last key. Set it for part of a sequence.
+        backend: `"auto"`, `"native"`, `"sdpa"`, `"blocked"` or `"eager"`. A named backend never
+            falls back to another.
 
     Returns:
-        The output `[B, H, T, Dv]` in q's dtype; 0 for queries that may attend to nothing.
-        Differentiable in q, k, v and sinks (and in a `Bias`).
+        The output `[B, H, T, Dv]` in q's dtype; 0 for queries without a visible key. Differentiable
+        in q, k, v and sinks (and in a `Bias`).
 
     Raises:
-        ValueError: shapes, dtypes, masks or numbers that do not fit; a backend that refuses.
-        TypeError: an argument that there is not, such as PyTorch's `is_causal`; the message says
-            what is written for it here.
+        ValueError: shapes, dtypes, masks or numbers do not fit, or the named backend cannot run the
+            call.
+        TypeError: an unknown argument, such as PyTorch's `is_causal`; the message names the
+            equivalent.
 
     >>> from headwise.core.masks import Causal
     >>> q = torch.randn(2, 12, 7, 64)

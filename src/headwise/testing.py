@@ -1,4 +1,4 @@
-"""Assert in a test suite that an attention layer is right, and equals a reference.
+"""Assert in a test suite that an attention layer is correct and matches a reference.
 
 from headwise.testing import assert_attention
 
@@ -27,7 +27,7 @@ from .check.target import Target
 __all__ = ["assert_attention"]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Share of the largest number by which two results may differ; 0.02 in half precision."""
+"""The allowed difference of two results, relative to the largest value; 0.02 in half precision."""
 
 
 def assert_attention(
@@ -38,26 +38,27 @@ def assert_attention(
     tolerance: float | None = None,
     **wanted: Any,
 ) -> Verdict:
-    """Assert that `headwise.check` finds no mistake and that the layer equals a reference.
+    """Assert that `headwise.check` finds no mistake and that the layer matches a reference.
 
     Args:
         layer: a module with its weights, or a class with its arguments, as for `headwise.check`.
-        call: how it is called, `lambda layer, x, keep: layer(x, mask=keep)`, as for `check`. What
-            it names is tested and compared: `memory`, `keep`, `allow`, `start`.
-        reference: `lambda layer, x, keep: …`, with names of `call`; it gives the output `[B, T,
-            out_dim]` that is right, from the same weights. Compared are the output and the
-            gradient at x for several shapes, with changed later tokens (causality) and with
-            changed padded tokens (padding).
-        tolerance: the largest difference, as a share of the largest number. Default: 1e-4 for
-            float32, 1e-9 for float64, 0.02 in half precision.
+        call: a function that calls the layer, such as `lambda layer, x, keep: layer(x, mask=keep)`,
+            as for `check`. Its parameters `memory`, `keep`, `allow` and `start` are tested.
+        reference: a function `lambda layer, x, keep: …` with parameters of `call`, which returns
+            the correct output `[B, T, out_dim]` for the same weights. The output and the gradient
+            with respect to x are compared for several shapes, with changed later tokens (causality)
+            and with changed padded tokens (padding).
+        tolerance: the largest difference, relative to the largest value. Default: 1e-4 for float32,
+            1e-9 for float64, 0.02 in half precision.
         args, wanted: further arguments of `headwise.check`.
 
     Returns:
-        The verdict, so that a test may look at its advice.
+        The verdict, so that a test can inspect its advice.
 
     Raises:
-        AssertionError: what is wrong, what to change, and where it differs from the reference.
-        ValueError: something must be given that is not guessed.
+        AssertionError: the message states the mistake, the fix, and any difference from the
+            reference.
+        ValueError: a required argument is missing and cannot be inferred.
 
     >>> import headwise as hw
     >>> mine = torch.nn.MultiheadAttention(24, 3, batch_first=True)
@@ -88,7 +89,7 @@ def assert_attention(
 
 
 def _inputs(target: Target) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """Yield inputs, what they show, and what is given beside."""
+    """Yield a description, an input, and further arguments for each comparison."""
     for batch, tokens in ((2, 7), (1, 1), (3, 5)):
         x = target.input(tokens, batch)
         yield f"x {list(x.shape)}", x, {}
@@ -122,7 +123,7 @@ def _compare(
     given: dict[str, Any],
     tolerance: float,
 ) -> None:
-    """Compare output and gradient at x.
+    """Compare the output and the gradient with respect to x.
 
     Raises:
         AssertionError: they differ.
@@ -152,11 +153,11 @@ def _compare(
         pairs.append(("the gradient at x", slope, wanted))
     for name, one, two in pairs:
         gap, size = (one - two).detach().abs(), two.detach().abs().max().clamp(min=1e-30)
-        rounding = 16 * torch.finfo(one.dtype).eps  # a gradient may be 0 but for it
-        if not bool(gap.max() <= tolerance * size + rounding):  # NaN is no number below it
+        rounding = 16 * torch.finfo(one.dtype).eps  # a gradient may be 0 up to rounding
+        if not bool(gap.max() <= tolerance * size + rounding):  # also True for NaN
             raise AssertionError(
                 f"{case}: {name} differs from the reference by {float(gap.max() / size):.2g} of "
-                f"its largest number (allowed: {tolerance:g})"
+                f"its largest value (allowed: {tolerance:g})"
             )
 
 

@@ -169,7 +169,7 @@ def test_without_pandas_it_says_so() -> None:
     )
     done = fresh.run(code)
     assert done.stdout.strip() == (
-        "seen.to_pandas(): pandas is not installed; `pip install pandas`, or take seen.table()"
+        "seen.to_pandas(): pandas is not installed; run `pip install pandas`, or use seen.table()"
     )
 
 
@@ -437,7 +437,9 @@ def test_files_that_have_no_place_are_refused(tmp_path: Path) -> None:
     seen, missing = seen_of(a_layer(), [text(5)]), tmp_path / "missing"
     with pytest.raises(FileNotFoundError, match=f"there is no folder {re.escape(str(missing))}"):
         seen.save(missing / "seen")
-    with pytest.raises(IsADirectoryError, match=f"^{re.escape(str(tmp_path))}: is a folder; name"):
+    with pytest.raises(
+        IsADirectoryError, match=f"^{re.escape(str(tmp_path))} is a directory; name"
+    ):
         seen.save(tmp_path)
     assert not list(tmp_path.iterdir())
 

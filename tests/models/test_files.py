@@ -123,8 +123,8 @@ def a_place(kind: str, folder: Path) -> Iterator[Path]:
 REFUSED = {
     "pipe": "is a pipe, and only a file can be replaced",
     "socket": "is a socket, and only a file can be replaced",
-    "link to itself": "no file can be there (Too many levels of symbolic links)",
-    "folder": "is a folder",
+    "link to itself": "cannot be written (Too many levels of symbolic links)",
+    "folder": "is a directory",
     "no folder": "there is no folder",
     "link into no folder": "there is no folder",
 }
@@ -177,7 +177,7 @@ def test_the_file_that_we_print_to_is_refused(
     path = tmp_path / "page.html"
     path.write_text("")
     monkeypatch.setattr(_files, "_streams", lambda: [path.stat()])
-    with pytest.raises(OSError, match="is where this program prints; name another file"):
+    with pytest.raises(OSError, match="receives the output of this program; name another file"):
         a_look().save(path)
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
         part.write_text("ours")
         (tmp_path / "file").write_text("theirs")
 
-    with pytest.raises(FileExistsError, match="is there already, written meanwhile"):
+    with pytest.raises(FileExistsError, match="already exists; it was written meanwhile"):
         write_whole(tmp_path, {"file": slow}, replace=False)
     assert (tmp_path / "file").read_text() == "theirs"
     write_whole(tmp_path, {"file": lambda part: part.write_text("ours")})
@@ -239,7 +239,9 @@ def test_a_folder_has_one_writer_and_no_trace_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     with only_writer(folder):
         with (
-            pytest.raises(BlockingIOError, match="another run is writing into this folder; wait"),
+            pytest.raises(
+                BlockingIOError, match="another run is writing into this directory; wait"
+            ),
             only_writer(folder),
         ):
             pass
@@ -287,7 +289,7 @@ def test_two_trainings_into_one_folder(
     def second(_: object) -> None:
         given = [text, "--steps", "1"] if how != "--resume" else []
         codes.append(main(["train", *given, "--out", str(folder), *filter(None, [how])]))
-        with pytest.raises(FolderError, match="another run is writing into this folder"):
+        with pytest.raises(FolderError, match="another run is writing into this directory"):
             train(folder, None if how == "--resume" else config, resume=how == "--resume")
 
     first = train(folder, config, report=second)
@@ -295,8 +297,10 @@ def test_two_trainings_into_one_folder(
     assert codes == [2, 2]
     out, err = capsys.readouterr()
     assert out == ""
-    line = f"headwise: {folder}: another run is writing into this folder; wait until it has ended"
-    assert err == f"{line}, or name another folder\n" * 2
+    line = (
+        f"headwise: {folder}: another run is writing into this directory; wait until it has ended"
+    )
+    assert err == f"{line}, or name another directory\n" * 2
     assert train(folder, resume=True).step == config.steps
 
 
@@ -311,7 +315,7 @@ def test_two_conversions_into_one_place(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
 
     def second(share: float) -> None:
-        with pytest.raises(BlockingIOError, match="another run is writing into this folder"):
+        with pytest.raises(BlockingIOError, match="another run is writing into this directory"):
             convert(folder)
 
     convert(folder, second)
@@ -324,6 +328,6 @@ def test_two_conversions_into_one_place(tmp_path: Path) -> None:
             started.append(share)
             convert(file)
 
-    with pytest.raises(FileExistsError, match="is there already, written meanwhile"):
+    with pytest.raises(FileExistsError, match="already exists; it was written meanwhile"):
         convert(file, third)
     assert hw.detect_layout(load_file(file)) == "headwise"

@@ -150,5 +150,5 @@ def failing() -> None:
 
 def test_a_rank_that_never_comes() -> None:
     ended = world(3, failing)
-    assert all("not all ranks have come" in one.err for one in (ended[0], ended[2]))
+    assert all("not all ranks have joined" in one.err for one in (ended[0], ended[2]))
     assert [one.code for one in ended] == [1, 0, 1]

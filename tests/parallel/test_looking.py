@@ -238,7 +238,7 @@ def refused() -> list[str]:
 def test_what_cannot_be_merged() -> None:
     for said in values(2, refused):
         nothing, apart, other, figures = said
-        assert "no rank saw anything" in nothing
+        assert "no rank has a result" in nothing
         assert "ranks gave Running, Watched" in apart
         assert "merged(int): give the result of watch()" in other
         assert "does not add up" in figures

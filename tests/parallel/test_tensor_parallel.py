@@ -183,7 +183,7 @@ def check_refusals(mesh: DeviceMesh) -> None:
 
     refused(lambda: laid(Layer(27, 9)), "num_heads=9", f"9 heads do not divide by {ranks} ranks")
     refused(lambda: hw.parallel.plan(nn.Linear(2, 2)), "no hw.MultiHeadAttention")
-    refused(lambda: hw.parallel.plan(laid(Layer(E, 4))), "is sharded already")
+    refused(lambda: hw.parallel.plan(laid(Layer(E, 4))), "is already sharded")
     refused(lambda: laid(nn.Sequential(Layer(12 * ranks, 3 * ranks, num_kv_heads=3))), "3 key/")
     naive = parallelize_module(Layer(E, 4), mesh, {"qkv": ColwiseParallel()})
     x = torch.randn(2, 7, E)

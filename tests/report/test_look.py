@@ -518,7 +518,7 @@ def test_json_is_all_there_is_on_standard_output(
         (["--context", "1"], "from 2 to 23"),
         (["--context", "many"], "--context"),
         (["--out", "{tmp}/missing/page.html"], "there is no folder"),
-        (["--out", "{tmp}"], "is a folder"),
+        (["--out", "{tmp}"], "is a directory"),
         (["--colour", "red"], "--colour"),
     ],
 )

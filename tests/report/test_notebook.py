@@ -48,7 +48,7 @@ def test_one_call_shows_its_heads() -> None:
     assert len(cells(seen._repr_html_())) == 6
     assert list(seen.to_pandas()["entropy"]) == [row["entropy"] for row in seen.table()]
     assert len(seen.plot().data[0].z) == 1
-    with pytest.raises(ValueError, match=r"plot\('none'\): no such figure; there are: entropy"):
+    with pytest.raises(ValueError, match=r"plot\('none'\): unknown metric; there are: entropy"):
         seen.plot("none")
 
 
@@ -112,7 +112,7 @@ def test_plots_without_plotly(layer: hw.MultiHeadAttention) -> None:
         [row["entropy"] for row in seen.table()]
     ]
     assert drawn.axes[0].get_title() == "entropy"
-    with pytest.raises(ValueError, match=r"plot\(backend='pixels'\): give 'plotly' or"):
+    with pytest.raises(ValueError, match=r"plot\(backend='pixels'\): backend must be 'plotly' or"):
         seen.plot(backend="pixels")
 
 

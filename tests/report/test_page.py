@@ -112,7 +112,7 @@ def test_what_comes_from_outside_is_packed_or_escaped(page_file: Path) -> None:
 def test_nothing_is_left_behind_where_no_page_can_be(seen: Look, tmp_path: Path) -> None:
     with pytest.raises(PageError, match="there is no folder"):
         write_page(seen, tmp_path / "missing" / "page.html")
-    with pytest.raises(PageError, match="is a folder"):
+    with pytest.raises(PageError, match="is a directory"):
         check_out(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -181,9 +181,9 @@ def test_a_row_that_is_torn(
 def test_a_page_that_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, folder, "--out", folder / "missing" / "page.html")
     assert "there is no folder" in said
-    assert "is a folder" in refused(capsys, folder, "--out", folder)
+    assert "is a directory" in refused(capsys, folder, "--out", folder)
     assert "leave out --json" in refused(capsys, folder, "--watch", "5", "--json")
-    with pytest.raises(PageError, match="is a folder"):
+    with pytest.raises(PageError, match="is a directory"):
         hw.timeline(folder, folder)
 
 

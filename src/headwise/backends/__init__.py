@@ -30,22 +30,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, and the reasons for which it cannot run a call (empty if it can)."""
+    """A backend, and the reasons why it cannot run a call (empty if it can)."""
 
     name: str
     reasons: tuple[str, ...]
 
 
 def consider(call: Call) -> list[Choice]:
-    """Return every backend in order, with its reasons for refusing."""
+    """Return every backend in order, with the reasons why it cannot run the call."""
     return [Choice(b.name, tuple(b.refuse(call))) for b in BACKENDS]
 
 
 def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Backend:
-    """Return the backend of that name, or for `"auto"` the first that accepts the call.
+    """Return the backend of that name or, for `"auto"`, the first that can run the call.
 
     Raises:
-        ValueError: an unknown name, or a backend chosen by name that refuses the call.
+        ValueError: the name is unknown, or the named backend cannot run the call.
     """
     if call.prepared is None or type(name) is not str:
         return _choose(call, name)
@@ -69,7 +69,7 @@ def _choose(call: Call, name: str) -> Backend:
     if reasons := backend.refuse(call):
         raise ValueError(
             f"backend={name!r} cannot run this call: {'; '.join(reasons)}. "
-            f"It never falls back; choose another, or backend='auto'."
+            f"A named backend never falls back; choose another, or backend='auto'."
         )
     return backend
 

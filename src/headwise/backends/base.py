@@ -13,24 +13,24 @@ from ..core.call import Call
 
 
 class Backend(ABC):
-    """A way to compute a call. It never falls back: `refuse` names what it cannot do."""
+    """An implementation of attention calls. It never falls back to another."""
 
     name: str
 
     def refuse(self, call: Call) -> list[str]:
-        """Return the reasons for which this backend cannot run the call; empty if it can."""
+        """Return the reasons why this backend cannot run the call; empty if it can."""
         return []
 
     @abstractmethod
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return output `[B, H, T, Dv]` and log-sum-exp `[B, H, T]`, sinks included.
 
-        The LSE is in float32 at least, and differentiable at least where `lse_gradient` is set.
+        The LSE is in at least float32, and differentiable if `lse_gradient` is set.
         """
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Return output and log-sum-exp, or `None` in its place if the backend has checked that no
-        weights are NaN."""
+        """Return the output, and the log-sum-exp or, if the backend has checked that no weights are
+        NaN, `None`."""
         return self.run(call)
 
 
@@ -38,9 +38,9 @@ class Backend(ABC):
 class RowStatistics:
     """The results of one pass; `None` for those that were not requested.
 
-    In rows that may attend to nothing `lse` and `max` are −inf and all else is 0. `entropy` is that
-    of keys and sink together, `ahead` is `E[j − position]`, `first`, `previous` and `self` are
-    probabilities of single keys. Everything but `max` is differentiable.
+    In rows without a visible key, `lse` and `max` are −inf and all others are 0. `entropy` is over
+    keys and sink, `ahead` is `E[j − position]`, and `first`, `previous` and `self` are weights on
+    single keys. All but `max` are differentiable.
     """
 
     out: Float[Tensor, "B H T Dv"] | None
@@ -53,7 +53,7 @@ class RowStatistics:
     self: Float[Tensor, "B H T"] | None = None
 
     def at(self, rows: Tensor) -> RowStatistics:
-        """Return the results of some queries, without the output; each tensor is indexed once."""
+        """Return the results of the queries `rows`, without the output."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
         given = {name: x for name, x in given.items() if x is not None}
         some: dict[int, Tensor] = {}
@@ -69,6 +69,6 @@ class RowStatistics:
         return RowStatistics(None, **{"lse": None} | given)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowStatistics:
-        """Return the same results, each put through `change`."""
+        """Return the results with `change` applied to each."""
         found = (getattr(self, field.name) for field in fields(self))
         return RowStatistics(*(None if x is None else change(x) for x in found))

@@ -1,8 +1,8 @@
-"""Plain torch: the definition itself on all queries at once, or in blocks of queries.
+"""Plain PyTorch: the definition on all queries at once, or in blocks of queries.
 
-In blocks, memory grows with T, never with T×T; keys that no query of a block may see are not
-touched. Under autograd a block is computed again in the backward pass instead of being kept (Chen
-et al. 2016, gradient checkpointing).
+In blocks, memory grows with T, not with T×T, and keys that no query of a block may see are skipped.
+Under autograd, blocks are recomputed in the backward pass instead of being kept (Chen et al. 2016,
+gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .base import Backend
 from .tiles import Bounds
 
 SCORES_AT_A_TIME = 1 << 22
-"""How many scores a block may hold (16 MiB in float32); one row of them in any case."""
+"""The largest number of scores in a block (16 MiB in float32), but at least one row."""
 
 SCORES_IN_CACHE = 1 << 20
-"""The same for passes that only read their scores once, and want them near."""
+"""The same for passes that read their scores once, and need them in cache."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Block:
 def blocks(
     mask: Mask, extent: Extent, device: torch.device, scores: int | None = None
 ) -> Iterator[Block]:
-    """Cut the queries into blocks of so many scores, each with the keys that it may see."""
+    """Cut the queries into blocks of at most that many scores, each with the keys it may see."""
     size = block_rows(extent, SCORES_AT_A_TIME if scores is None else scores)
     bounds = Bounds.of(mask, extent, device)
     for start in range(0, extent.queries, size):
@@ -53,13 +53,13 @@ def blocks(
 
 
 def block_rows(extent: Extent, scores: int = SCORES_AT_A_TIME) -> int:
-    """Return the number of queries to a block."""
+    """Return the number of queries per block."""
     row = max(1, extent.batch * extent.heads * extent.keys)
     return max(1, min(extent.queries, scores // row))
 
 
 class Eager(Backend):
-    """The definition, with the T×T matrix: any call, slowly."""
+    """The definition, with the T×T matrix: runs any call, but slowly."""
 
     name = "eager"
 
@@ -77,8 +77,8 @@ class Blocked(Backend):
         if (call.needs_grad or transformed()) and call.extent.queries:
             outs, lses = zip(*(computed_again(_run_block, call, b) for b in cut), strict=True)
             return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-        # Into room that is made beforehand, and the last block, which is causally the largest,
-        # first: small results kept between passing ones, and holes too small for the next, add up.
+        # Results go into preallocated tensors, and the last block (the largest under a causal
+        # mask) comes first, to avoid fragmentation of memory.
         e = call.extent
         out = call.v.new_empty(e.batch, e.heads, e.queries, call.v.shape[-1])
         lse = torch.empty(out.shape[:3], dtype=statistics_dtype(call.q.dtype), device=out.device)
@@ -88,9 +88,9 @@ class Blocked(Backend):
 
 
 def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[Tensor, ...]:
-    """Return `of(*parts)`, which a backward pass computes again instead of keeping its inputs.
+    """Return `of(*parts)`, which the backward pass recomputes (activation checkpointing).
 
-    Checkpoints hold for plain autograd alone: transforms and forward derivatives keep everything.
+    This works under plain autograd only: transforms and forward derivatives keep everything.
     """
     if transformed() or forward_derivatives():
         return of(*parts)
@@ -100,9 +100,10 @@ def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[
 def gradients_again(
     call: Call, grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients in q, k, v and sinks, where needed; differentiable where grad is enabled.
+    """Return the required gradients in q, k, v and sinks, differentiable if grad mode is enabled.
 
-    For backward passes of kernels that cannot do it; `grads` are those of output and LSE.
+    Used in backward passes of kernels without second derivatives; `grads` are the gradients in
+    output and LSE.
     """
     again = torch.is_grad_enabled()
     inputs = (call.q, call.k, call.v, call.sinks)
@@ -124,11 +125,11 @@ def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definiti
 
 
 def statistics_again(call: Call, position: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Compute the native kernel's differentiable results by operations of plain PyTorch.
+    """Compute the native kernel's differentiable results by plain PyTorch operations.
 
-    Output, LSE, entropy, E[j − position] and the masses of the first, previous and own key: the
-    kernel's backward pass cannot be differentiated, and second derivatives are those of these.
-    `position` gives the places of queries among the keys.
+    These are output, LSE, entropy, E[j − position] and the masses on the first, previous and own
+    key. They provide second derivatives, as the kernel's backward pass is not differentiable.
+    `position` maps query indices to key positions.
     """
     cut = blocks(call.mask, call.extent, call.q.device)
     parts = [checkpoint(_figures, call, b, position, use_reentrant=False) for b in cut]
@@ -144,8 +145,8 @@ def _figures(call: Call, block: Block, position: Callable[[Tensor], Tensor]) -> 
         sinks = call.sinks.to(p.dtype).view(1, -1, 1, 1).expand(*p.shape[:3], 1)
         entering = torch.cat([entering, sinks], dim=-1)
         outcomes = torch.cat([p, full.sink[..., None]], dim=-1)
-    # Scores may be of any size, and logarithms of weights are not: apart from the largest score
-    # they are exact, and so are their gradients.
+    # Scores may be arbitrarily large. Relative to the largest score, logarithms of weights are
+    # exact, and so are their gradients.
     top = entering.detach().amax(-1, keepdim=True)
     log_sum = torch.logsumexp(entering - top, dim=-1)
     lse = torch.where(alive, top[..., 0] + log_sum, -torch.inf)

@@ -1,8 +1,8 @@
 """The native kernels: statistics of every head in the pass that computes the output.
 
-There is one in C++ for CPUs, and one in Triton for CUDA. One pass over the scores gives output,
-log-sum-exp, largest score, entropy, distance and the masses of the first, previous and own key;
-without values it gives the same statistics for an output of another kernel. Masks become flags,
+There is one in C++ for CPUs and one in Triton for CUDA. One pass over the scores computes output,
+log-sum-exp, largest score, entropy, distance and the masses on the first, previous and own key;
+without values, it computes the statistics for an output of another kernel. Masks become flags,
 ranges of keys or tables (`native_masks.py`).
 """
 
@@ -52,7 +52,7 @@ class Native(Backend):
     def refuse(self, call: Call) -> list[str]:
         device = call.q.device.type
         if device not in ("cpu", "cuda"):
-            return [f"kernels for CPUs and CUDA, and this call is on {device}"]
+            return [f"the native kernels run on CPUs and CUDA, and this call is on {device}"]
         missing = cpu.why_not() if device == "cpu" else cuda.why_not(call.q.device)
         if missing:
             return [missing]
@@ -61,17 +61,17 @@ class Native(Backend):
         if call.q.dtype not in DTYPES:
             reasons.append(f"no native kernel for {call.q.dtype}")
         if dim > WIDEST or wide > WIDEST:
-            reasons.append(f"heads wider than {WIDEST} ({max(dim, wide)})")
+            reasons.append(f"heads are wider than {WIDEST} ({max(dim, wide)})")
         if 0 in (extent.batch, extent.queries, extent.keys) or wide == 0:
-            return [*reasons, "the native kernel takes no empty tensors"]
+            return [*reasons, "the native kernel does not support empty tensors"]
         if torch.is_grad_enabled() and any(x.requires_grad for x in call.mask.tensors()):
-            reasons.append("the native kernel gives no gradient for a bias")
+            reasons.append("the native kernel computes no gradient for a bias")
         if forward_derivatives() or transformed():
-            reasons.append("the native kernel has no torch.func and no forward derivative")
+            reasons.append("the native kernel does not support torch.func or forward derivatives")
         if not -LARGEST <= call.scale <= LARGEST:
-            reasons.append(f"a scale beyond float32 ({call.scale})")
+            reasons.append(f"scale is too large for float32 ({call.scale})")
         if call.softcap is not None and not SOFTCAPS[0] <= call.softcap <= SOFTCAPS[1]:
-            reasons.append(f"a softcap of extreme size ({call.softcap})")
+            reasons.append(f"softcap is too large or too small ({call.softcap})")
         if device == "cuda":
             reasons += _refuse_on_cuda(call)
         size = table_bytes(call.mask, extent, call.q.device)
@@ -97,10 +97,10 @@ class Native(Backend):
         return self.run(call) if found is None else (found, None)
 
     def observe(self, call: Call, needs: Iterable[str], gradients: bool = True) -> RowStatistics:
-        """Return output, LSE and those of `STATISTICS` that `needs` names, in one pass.
+        """Return output, LSE and the `STATISTICS` named in `needs`, in one pass.
 
-        Without `gradients` the statistics have none, and the graph of the output keeps the same
-        tensors as that of `run()`: a checkpoint recomputed without statistics must find these.
+        Without `gradients`, the statistics have no gradient, and the graph of the output keeps the
+        same tensors as `run()`, as activation checkpoints recomputed without statistics require.
         """
         if self._by_pytorch(call):
             needs = tuple(needs)
@@ -120,10 +120,10 @@ class Native(Backend):
     ) -> tuple[RowStatistics, RowStatistics] | None:
         """Return output and LSE of all queries, and the LSE and statistics of the queries `rows`.
 
-        Given the LSE of all queries, the output is not computed. With `every`, largest scores and
-        the masses of single keys are of all queries, too. The statistics have no gradient. Returns
-        `None` where one pass over all queries costs no more: where this kernel computes the output,
-        or PyTorch's returns no log-sum-exp.
+        If the LSE of all queries is given, the output is not computed. With `every`, largest scores
+        and masses on single keys also cover all queries. The statistics have no gradient. Return
+        `None` if one pass over all queries costs no more: if this kernel computes the output, or
+        PyTorch's returns no log-sum-exp.
         """
         out = None
         if lse is None:
@@ -154,10 +154,9 @@ class Native(Backend):
     def statistics(
         self, call: Call, needs: Iterable[str], lse: Tensor | None = None
     ) -> RowStatistics:
-        """Return the same without the output; the values are not read.
+        """Return LSE and statistics without the output; the values are not read.
 
-        A known log-sum-exp saves the kernel for GPUs half of its work, or all if nothing else is
-        needed.
+        A known log-sum-exp saves the GPU kernel half of its work, or all if nothing else is needed.
         """
         needs = tuple(needs)
         if lse is not None and not needs:
@@ -186,7 +185,7 @@ class Native(Backend):
     ) -> Float[Tensor, "B H n n"]:
         """Return `Σ weight_i p_ij` over the queries and keys of each pair of blocks. No gradient.
 
-        `query_block` and `key_block` give the block of each, in ascending order.
+        `query_block` and `key_block` are the block of each query and key, in ascending order.
         """
         cut = (query_block, key_block, blocks)
         _, found = native_ops.sums(_problem(call, None), lse, weight, False, cut)
@@ -195,7 +194,7 @@ class Native(Backend):
 
 
 _OF_ALL = ("max", "first", "previous", "self")
-"""Statistics of all queries even where some are sampled: maxima, and masses on single keys."""
+"""Statistics of all queries even if queries are sampled: maxima, and masses on single keys."""
 
 
 def bits_of(needs: Iterable[str]) -> int:
@@ -206,13 +205,13 @@ def bits_of(needs: Iterable[str]) -> int:
 def _refuse_on_cuda(call: Call) -> Iterator[str]:
     wide = max(call.q.shape[3], call.v.shape[3])
     if call.q.dtype == torch.float32 and wide > cuda.WIDEST_EXACT:
-        yield f"heads of float32 wider than {cuda.WIDEST_EXACT} ({wide})"
+        yield f"heads of float32 are wider than {cuda.WIDEST_EXACT} ({wide})"
     if call.dropout:
-        yield "the kernel for GPUs has no dropout"
+        yield "the kernel for GPUs does not support dropout"
 
 
 def _unmasked(call: Call) -> bool:
-    if type(call.mask) not in (Everything, Causal):  # tensors of others would have to be read
+    if type(call.mask) not in (Everything, Causal):  # tensors of other masks would have to be read
         return False
     if call.softcap is not None or call.scale <= 0 or Sdpa().refuse(call):
         return False
@@ -222,8 +221,8 @@ def _unmasked(call: Call) -> bool:
 def slower(call: Call) -> bool:
     """Return True if PyTorch's kernel is known to be faster: for float32 on CPUs without vectors.
 
-    There it took 0.63 to 0.96 of the native kernel's time in 6 of 7 calls. With AVX2, AVX-512 or
-    AMX no class of calls was slower on every CPU that was measured.
+    There PyTorch took 0.63 to 0.96 of the native kernel's time in 6 of 7 calls. With AVX2, AVX-512
+    or AMX, no class of calls was slower on every measured CPU.
     """
     library = None if call.q.is_cuda else cpu.library()
     return library is not None and library.best == "plain" and call.q.dtype == torch.float32
@@ -243,7 +242,7 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
 
 
 def _terms(call: Call) -> Terms:
-    """Return the terms of a call's mask; where it holds no tensors, alike calls share them."""
+    """Return the terms of a call's mask; equal calls share them if the mask holds no tensors."""
     known, mask, device = call.prepared, call.mask, call.q.device
     if known is None and mask.fixed and type(mask) is not Rows and not traced():
         if (place := ("terms", call.extent, device)) not in mask.known:
@@ -273,7 +272,7 @@ def _computed(
 
 
 def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:
-    """Compute the same as the kernel, for a second derivative."""
+    """Compute the kernel's results differentiably, for a second derivative."""
     q, k, v, sinks, terms, scale, softcap, dropped, seed, _ = problem
     rate, values = dropped / STEPS, k if v is None else v
     call = Call(q, k, values, mask, scale, softcap or None, rate, extent, sinks, seed=seed)

@@ -1,8 +1,8 @@
-"""Masks as the native kernel takes them: flags, a range of keys per query, tables.
+"""Masks in the form that the native kernel takes: flags, a range of keys per query, tables.
 
-Causal masks and windows are flags and hold no tensor at all; whatever has an interval becomes
-`[low, high)` for each query; what has none becomes a table over the axes that it has. Parts of an
-`&` are each taken in their cheapest form.
+Causal masks and windows become flags without tensors. Masks with an interval become `[low, high)`
+per query, and all others a table over the axes on which they depend. Each part of an `&` takes its
+cheapest form.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ..core.shapes import Extent
 from ..kernels.interface import LARGEST, Terms
 
 TABLE_LIMIT = 256 * 2**20
-"""Bytes of tables that may be made of a mask."""
+"""The largest size of a mask's tables, in bytes."""
 
 _FAR = 2**62
-"""Farther than any key; queries may stand behind all keys by more than there are."""
+"""Beyond any key; queries may be after all keys by more than the number of keys."""
 
 _Part = tuple[Mask, Tensor | None, Extent]
-"""A mask without `&` at its top, the queries of the whole call that it is for, and that call."""
+"""A mask without `&` at its top, the queries of the whole call it applies to, and that call."""
 
 
 def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
-    """Return a mask that was checked against the call, as the kernel's terms.
+    """Return the kernel's terms for a mask that was checked against the call.
 
     >>> from headwise.core.masks import Causal, Padding, Window
     >>> call = Extent(2, 1, 1, 5, 7)
@@ -99,9 +99,9 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
 
 
 def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
-    """Return the size of the tables that `terms_of` would make; 0 where it makes none."""
+    """Return the size of the tables that `terms_of` would build; 0 if it builds none."""
     cells = extent.batch * extent.heads * extent.queries * extent.keys
-    if cells * 5 <= TABLE_LIMIT:  # not worth a closer look
+    if cells * 5 <= TABLE_LIMIT:  # small enough in any case
         return 0
     tables, biases = [], []
     for part, rows, of in _parts(mask, None, extent):
@@ -115,7 +115,7 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
             biases.append((part.values, rows is not None or part.values.dtype != torch.float32))
             continue
         i, j = _grid(rows, of, device)
-        few = i[:2], j[:, :2], of  # enough to see which axes the parts have
+        few = i[:2], j[:, :2], of  # enough to find the axes of the parts
         if part.biased or _interval(part, i, of) is None:
             tables.append((part.allowed(*few), True))
         if part.biased:
@@ -124,7 +124,7 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
 
 
 def _bytes(answers: list[tuple[Tensor | None, bool]], extent: Extent, each: int) -> int:
-    """Return the size of the table that these make together; 0 for one that need not be copied."""
+    """Return the size of the joint table; 0 for a table that need not be copied."""
     found = [(x, copied) for x, copied in answers if x is not None]
     if len(found) < 2 and not any(copied for _, copied in found):
         return 0
@@ -146,7 +146,7 @@ def _parts(mask: Mask, rows: Tensor | None, whole: Extent) -> Iterator[_Part]:
 
 
 def _is(part: Mask, kind: type[Mask]) -> bool:
-    """Return True for a mask of this kind, also of a subclass that means the same."""
+    """Return True for a mask of this kind, or of a subclass with the same meaning."""
     return isinstance(part, kind) and type(part).allowed is kind.allowed
 
 
@@ -160,7 +160,7 @@ def _grid(rows: Tensor | None, whole: Extent, device: torch.device) -> tuple[Ten
 
 
 def _in_float32(bias: Tensor) -> Tensor:
-    """Return a bias in float32, where only −inf itself forbids a key, and no number beyond it."""
+    """Return a bias in float32 in which only −inf masks a key, not a number that overflows."""
     if bias.dtype == torch.float64:
         bias = torch.where(bias.isfinite(), bias.clamp(-LARGEST, LARGEST), bias)
     return bias.to(torch.float32)

@@ -1,10 +1,10 @@
-"""PyTorch's own fused kernels, through the operators that return the log-sum-exp.
+"""PyTorch's fused kernels, through the operators that return the log-sum-exp.
 
-`F.scaled_dot_product_attention` hides the LSE; its operators return it: one flash kernel on the
-CPU, three on CUDA (flash, cuDNN, memory-efficient). Their limits are handled here: masks become
-tiles (`tiles.py`), a row that may attend to nothing or whose scores are NaN is returned as zeros,
-rows must not overlap in memory, the values must be as wide as the keys, and there is neither a
-gradient of the LSE nor a second derivative.
+`F.scaled_dot_product_attention` does not return the LSE, but its operators do: one flash kernel on
+the CPU, three on CUDA (flash, cuDNN, memory-efficient). This module works around their limits: they
+take no general masks (see `tiles.py`), return zeros for rows without a visible key or with NaN
+scores, require rows that do not overlap in memory and values as wide as the keys, and have neither
+a gradient of the LSE nor a second derivative.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Sdpa(Backend):
         if call.q.dtype == torch.float64 and device == "cuda":
             reasons.append("no fused CUDA kernel for float64")
         if 0 in (extent.batch, extent.queries, extent.keys) or call.v.shape[-1] == 0:
-            reasons.append("the kernels take no empty tensors")
+            reasons.append("the kernels do not support empty tensors")
         if any(t.requires_grad for t in call.mask.tensors()) and torch.is_grad_enabled():
-            reasons.append("the kernels give no gradient for a bias")
+            reasons.append("the kernels compute no gradient for a bias")
         if transformed() or forward_derivatives():
-            reasons.append("the kernels have no torch.func and no forward derivative")
+            reasons.append("the kernels do not support torch.func or forward derivatives")
         # In one piece where only the kernel's own gradient is available.
         if not readable(call.q) or (device != "cpu" and call.needs_grad):
             size = 4 * extent.batch * extent.heads * extent.queries * extent.keys
@@ -62,13 +62,13 @@ class Sdpa(Backend):
                         f"(at most {BIAS_LIMIT / 2**20:.0f} MiB)"
                     )
         if device == "cpu" and call.dropout:
-            reasons.append("the CPU kernel has no dropout")
+            reasons.append("the CPU kernel does not support dropout")
         return reasons
 
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         if call.scale <= 0:
-            # The kernels scale what they have masked already, and −inf times such a scale is no
-            # longer −inf: the sign goes into the queries instead.
+            # The kernels scale after masking, and −inf times a negative scale is +inf: move the
+            # sign into the queries instead.
             sign = -1.0 if call.scale < 0 else 0.0
             call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
         wide = call.v.shape[-1]
@@ -85,7 +85,7 @@ class Sdpa(Backend):
             # Tiles are merged by log-sum-exps, of which the kernels have no gradient.
             every = slice(0, call.extent.queries), slice(0, call.extent.keys)
             only = with_bias(call.mask, call.extent, q, *every)
-        # Compilers differentiate the kernel itself where that is enough.
+        # Compilers differentiate the kernel itself if that suffices.
         if own and needs_grad and (only is None or through_lse or not traced()):
             out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
@@ -101,7 +101,7 @@ class Sdpa(Backend):
 
 
 def _only(call: Call) -> Tile | None:
-    """Return the one tile that is the whole call, if there is one."""
+    """Return the tile that covers the whole call, or `None`."""
     known = call.prepared
     only = None if known is None else known.tile
     if only is None:
@@ -118,7 +118,7 @@ def _only(call: Call) -> Tile | None:
 
 
 def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Return a tile's output and LSE: dead rows 0 and −inf, and rows of no numbers as they are."""
+    """Return a tile's output and LSE: 0 and −inf in dead rows, and NaN in rows of NaN scores."""
     q, k, v = call.q[:, :, tile.rows], call.k[:, :, tile.keys], call.v[:, :, tile.keys]
     bias, dead = tile.bias, tile.dead
     if bias is not None and dead is not None:
@@ -143,7 +143,7 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Put the definition's output and LSE into some rows of a tile's, `which` `[B, H, t]`."""
+    """Replace output and LSE in rows `which` `[B, H, t]` of a tile by those of the definition."""
     queries = torch.arange(call.extent.queries, device=out.device)[place.rows]
     j = torch.arange(call.extent.keys, device=out.device)[place.keys]
     k, v = call.k[:, :, place.keys], call.v[:, :, place.keys]
@@ -159,7 +159,7 @@ def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> N
 def _tiled(call: Call) -> tuple[Tensor, Tensor]:
     """Return the tiles of a call merged; rows in none of them get output 0 and LSE −inf."""
     e = call.extent
-    # In the memory order that the kernels give, so that merging heads is a view.
+    # In the memory order of the kernels, so that merging heads is a view.
     out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
     lse = torch.full_like(out[..., 0], -torch.inf, dtype=statistics_dtype(call.q.dtype))
     rows, merged = slice(0), (out, lse)
@@ -176,7 +176,7 @@ def _tiled(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention over two sets of keys, from that over each."""
+    """Return attention over two sets of keys, from the results over each."""
     lse = torch.logaddexp(one[1], two[1])
     base = torch.where(lse == -torch.inf, 0.0, lse)
     first, second = (
@@ -186,15 +186,15 @@ def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def _far(lse: Tensor) -> Tensor:
-    """Return True for rows whose LSE is so large that its last place shows in the weights.
+    """Return True for rows whose LSE is so large that its rounding affects the weights.
 
-    An LSE of 1e8 in float32 is right to 4: nothing is left in it of how many keys there are.
+    An LSE of 1e8 in float32 is accurate to 4, so the number of keys has no effect on it.
     """
     return (lse.abs() > 2.0**-12 / torch.finfo(lse.dtype).eps) & (lse != -torch.inf)
 
 
 class _Tiled(torch.autograd.Function):
-    """Tiles on the CPU with their backward pass, in which the LSE and sinks have a gradient too."""
+    """Tiles on the CPU with their backward pass, including gradients of the LSE and the sinks."""
 
     @staticmethod
     def forward(
@@ -212,11 +212,14 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """`dS = P ∘ (dP − D + g_lse)` (design: a zero column of V, with 1 in the output and −g_lse
-        in its gradient, makes the kernel's own D into `D − g_lse`). With a sink in the LSE this is
-        the gradient as well, and the sink's own is `p_sink · (g_lse − D)`."""
+        """Compute `dS = P ∘ (dP − D + g_lse)`.
+
+        A zero column of V, with 1 in the output and −g_lse in its gradient, turns the kernel's D
+        into `D − g_lse`. The formula holds for an LSE with a sink as well; the gradient of the sink
+        is `p_sink · (g_lse − D)`.
+        """
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        # The kernel has no second derivative, and it makes P of the LSE.
+        # The kernel has no second derivative, and it computes P from the LSE.
         if torch.is_grad_enabled() or (readable(lse) and bool(_far(lse).any())):
             call = Call(q, k, v, ctx.mask, ctx.scale, None, 0.0, ctx.extent, sinks)
             return (*gradients_again(call, grads, ctx.needs_input_grad[:4]), None)
@@ -261,10 +264,10 @@ def _gradient_of_sinks(
 
 
 def _with_gradient(call: Call, lse: Tensor) -> Tensor:
-    """Return the LSE with a gradient, from nothing but the gradient of attention's values.
+    """Return the LSE with a gradient, using only the gradient in the values of attention.
 
     `∂lse_i/∂q_i = scale · (P K)_i` and `∂lse_i/∂k_j = scale · p_ij q_i`: attention on constant
-    scores with the keys as values is linear in them, and its gradient is just this.
+    scores with the keys as values is linear in them and has exactly this gradient.
     """
     q, k = call.q, call.k
     seen, _ = Sdpa().run(call.with_(q=q.detach(), k=k.detach(), v=k, dropout=0.0, sinks=None))
@@ -279,13 +282,13 @@ def _with_gradient(call: Call, lse: Tensor) -> Tensor:
 
 
 def _dense_rows(x: Tensor, width: int) -> Tensor:
-    """Return the tensor of that width, its rows side by side or farther apart, copied if need be.
+    """Return the tensor padded to that width, with rows that do not overlap; copy if necessary.
 
     Features of zeros change neither scores nor the outputs that are kept.
 
-    Of queries that overlap, the CPU kernel leaves parts of the output as the memory was: its output
-    has their strides, and each row is written as if it were dense. Its products refuse keys and
-    values whose rows overlap. Batch rows and heads may be one and the same, with a stride of 0.
+    For overlapping queries, the CPU kernel leaves parts of the output uninitialized: the output has
+    their strides, and each row is written as if it were dense. Its products raise an error for keys
+    and values with overlapping rows. Batch rows and heads may overlap, with a stride of 0.
     """
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
@@ -303,7 +306,7 @@ def _cuda(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
 ) -> tuple[Tensor, Tensor]:
     half, wide = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
-    # The kernels read 16 bytes at a time: rows are padded to multiples of them, and start there.
+    # The kernels read 16 bytes at a time: rows are padded and aligned to multiples of 16 bytes.
     q, k, v = (_in_sixteens(x if wide % 8 == 0 else F.pad(x, (0, -wide % 8))) for x in (q, k, v))
     if half and bias is None and q.shape[-1] <= 256:
         if _cudnn_serves(q):
@@ -324,13 +327,13 @@ def _in_sixteens(x: Tensor) -> Tensor:
     """Return the tensor with batch rows, heads and positions at multiples of 16 bytes."""
     steps = zip(x.shape, x.stride(), strict=True)
     whole = all(step * x.element_size() % 16 == 0 for n, step in list(steps)[:3] if n > 1)
-    # Fake tensors lie nowhere; storage begins at a multiple of more bytes.
+    # Fake tensors have no address; storage is aligned to more than 16 bytes.
     start = x.data_ptr() if readable(x) else x.storage_offset() * x.element_size()
     return x if whole and start % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _cudnn_serves(q: Tensor) -> bool:
-    """Return True if cuDNN's kernel is used: it is the faster one from Hopper on."""
+    """Return True if cuDNN's kernel is used, which is faster on Hopper and later."""
     return (
         q.shape[-1] <= 128
         and torch.backends.cuda.cudnn_sdp_enabled()

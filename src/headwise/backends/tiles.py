@@ -1,8 +1,8 @@
-"""Calls cut into tiles that fused kernels take: without a mask, causal, or with a bias.
+"""Calls cut into tiles that fused kernels accept: without a mask, causal, or with a bias.
 
-Fused kernels take no masks but "causal, square" and a float bias of T×S numbers. Cut into tiles,
-any mask needs bounded memory: keys hidden from all rows of a tile are left out, keys visible to all
-need no bias, and the rest needs a bias of a few MiB at a time. Tiles of the same rows are merged by
+Fused kernels accept only a square causal mask or a float bias of T×S numbers. With tiles, any mask
+needs bounded memory: keys hidden from all rows of a tile are skipped, keys visible to all rows need
+no bias, and all other keys need a bias of a few MiB at a time. Tiles of the same rows are merged by
 their log-sum-exps (Dao et al. 2022, §3.1).
 """
 
@@ -21,18 +21,18 @@ from ..core.modes import readable
 from ..core.shapes import Extent, statistics_dtype
 
 BIAS_AT_A_TIME = 1 << 22
-"""The most numbers that the bias of a tile may hold (16 MiB in float32)."""
+"""The largest number of elements in the bias of a tile (16 MiB in float32)."""
 
 ROWS_AT_A_TIME = 512
-"""The queries of a tile with a bias: few, so that most of a causal mask is left out above."""
+"""The number of queries of a tile with a bias, small so that most of a causal mask is skipped."""
 
 
 @dataclass(frozen=True)
 class Tile:
     """Some queries and keys: `causal` (square, upper-left), a bias, or neither.
 
-    The bias is −inf where a query may not attend; `dead` are rows `[B or 1, H or 1, t]` in which it
-    is −inf throughout, `None` if there are none.
+    The bias is −inf at masked pairs. `dead` `[B or 1, H or 1, t]` marks rows in which it is −inf
+    everywhere; `None` if there are none.
     """
 
     rows: slice
@@ -42,15 +42,15 @@ class Tile:
     dead: Tensor | None = None
 
     def covers(self, extent: Extent) -> bool:
-        """Return True if this is the whole call."""
+        """Return True if the tile covers the whole call."""
         return (self.rows, self.keys) == (slice(0, extent.queries), slice(0, extent.keys))
 
 
 def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
-    """Return the tiles of a call, those of the same rows one after another; `like` is q.
+    """Return the tiles of a call, grouped by rows; `like` is q.
 
-    Rows in no tile may attend to nothing. There is a single tile if a kernel's own flag, or a bias
-    of moderate size, covers the mask.
+    Rows in no tile have no visible key. There is a single tile if a flag of the kernel, or a bias
+    of moderate size, expresses the mask.
     """
     one = single_tile(mask, extent, like.device)
     return iter((one,)) if one is not None else cut(mask, extent, like)
@@ -63,11 +63,13 @@ def single_tile(mask: Mask, extent: Extent, device: torch.device) -> Tile | None
 
 
 def cut(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
-    """Yield the tiles of a call that no flag covers."""
+    """Yield the tiles of a call whose mask no flag expresses."""
     device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
     offset = extent.offset
     end = offset + extent.queries
-    if type(mask) is Causal and 0 < end <= extent.keys:  # all see the keys before its square
+    if (
+        type(mask) is Causal and 0 < end <= extent.keys
+    ):  # all queries see the keys before the causal square
         if offset > 0:
             yield Tile(every, slice(0, offset))
         yield Tile(slice(max(0, -offset), extent.queries), slice(max(0, offset), end), True)
@@ -103,7 +105,7 @@ def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: Bounds, rows: slice) 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The first and last key of each query over batch and heads, and those that all may see."""
+    """The first and last key of each query over batch and heads, and the keys visible to all."""
 
     first: list[int]
     open_first: list[int]
@@ -118,7 +120,7 @@ class Bounds:
         if found is None or not all(map(readable, found)):
             return cls(nothing, nothing, nothing, everything)
         low, high = found
-        empty = high == low  # such rows must not widen the range of others
+        empty = high == low  # empty rows must not widen the range of others
         first = low.masked_fill(empty, extent.keys).amin((0, 1)).tolist()
         last = high.masked_fill(empty, 0).amax((0, 1)).tolist()
         if mask.biased:
@@ -126,12 +128,12 @@ class Bounds:
         return cls(first, low.amax((0, 1)).tolist(), high.amin((0, 1)).tolist(), last)
 
     def edges(self, rows: slice) -> list[tuple[int, int, bool]]:
-        """Return ranges of keys `(start, stop, open)` of these rows; open ones need no bias."""
+        """Return ranges of keys `(start, stop, open)` of these rows; open ranges need no bias."""
         first, last = min(self.first[rows]), max(self.last[rows])
         low, high = max(self.open_first[rows]), min(self.open_last[rows])
         if last <= first:
             return []
-        if high - low < 128:  # not worth a tile of its own
+        if high - low < 128:  # too small for a separate tile
             return [(first, last, False)]
         edges = [(first, low, False), (low, high, True), (high, last, False)]
         return [edge for edge in edges if edge[1] > edge[0]]
@@ -146,7 +148,7 @@ def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
         return True if square and not extent.offset else None
     if mask.biased or not square:
         return None
-    # Other masks may be equal to these, such as a window wider than the sequence.
+    # Other masks may be equivalent to these, such as a window wider than the sequence.
     ranges = mask.key_ranges(extent, device)
     if ranges is None or not all(map(readable, ranges)) or bool((ranges[0] != 0).any()):
         return None

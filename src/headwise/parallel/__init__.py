@@ -1,4 +1,4 @@
-"""Attention over ranks, on PyTorch's own engine: meshes, DTensors, FSDP2, its checkpoints."""
+"""Attention over ranks, built on PyTorch's meshes, DTensors, FSDP2 and distributed checkpoints."""
 
 from .context import ContextParallel, attend, context_plan, positions, shard, unshard
 from .merging import largest_logits, merged, share_of

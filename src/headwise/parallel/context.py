@@ -1,8 +1,8 @@
-"""Context parallelism: each rank has some positions of the sequence, and attends from them.
+"""Context parallelism: each rank holds some positions of the sequence and attends from them.
 
-Keys and values are gathered; queries, outputs and statistics stay where they are. Under a causal
-mask later queries see more keys, so that each rank has two pieces: the r-th from the start and the
-r-th from the end, whose work adds up to the same on all ranks (Dubey et al. 2024, Llama 3, §3.3.2).
+Keys and values are gathered; queries, outputs and statistics stay on their rank. Under a causal
+mask later queries see more keys, so each rank holds two pieces, the r-th from the start and the
+r-th from the end, which balances the work (Dubey et al. 2024, Llama 3, §3.3.2).
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from ..layers.rope import RoPE
 
 
 def positions(length: int, mesh: DeviceMesh) -> Int[Tensor, " T/R"]:
-    """Return the positions of a sequence that this rank has, in the order in which it has them.
+    """Return the positions of a sequence that this rank holds, in their order on this rank.
 
     Args:
-        length: of the whole sequence, a multiple of twice the number of ranks.
-        mesh: the ranks, one axis.
+        length: the length of the whole sequence, a multiple of twice the number of ranks.
+        mesh: a mesh of the ranks with one axis.
 
     Raises:
-        ValueError: a length that does not divide so.
+        ValueError: the length is not such a multiple.
     """
     device = mesh.device_type if mesh.device_type != "cpu" else None
     return torch.cat([torch.arange(*piece, device=device) for piece in _pieces(length, mesh)])
 
 
 def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Return this rank's positions of a sequence that every rank has, along `dim`.
+    """Return this rank's part, along `dim`, of a sequence that every rank holds.
 
     Raises:
-        ValueError: a length that is no multiple of twice the number of ranks.
+        ValueError: the length is not a multiple of twice the number of ranks.
     """
     return torch.cat([x.narrow(dim, a, b - a) for a, b in _pieces(x.shape[dim], mesh)], dim)
 
 
 def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Gather the whole sequence, in its order, from each rank's positions along `dim`.
+    """Gather the whole sequence, in its original order, from each rank's part along `dim`.
 
-    Differentiable: gradients of the ranks are added up, and each has those of its positions.
+    Differentiable: gradients are summed over ranks, and each rank receives those of its positions.
     """
     dim %= x.dim()
     parts = DTensor.from_local(x.contiguous(), mesh, [Shard(dim)], run_check=False)
@@ -72,13 +72,13 @@ def attend(
     """Run `hw.attend` on a sharded sequence: each rank passes and receives its own positions.
 
     Args:
-        q, k, v: those of `positions(T, mesh)`, as `shard(x, mesh, dim=2)` gives them.
-        mesh: the ranks, one axis.
-        mask: of the whole sequence.
-        keywords: as of `hw.attend`.
+        q, k, v: this rank's positions, as returned by `shard(x, mesh, dim=2)`.
+        mesh: a mesh of the ranks with one axis.
+        mask: the mask of the whole sequence.
+        keywords: as in `hw.attend`.
 
     Raises:
-        ValueError: as `hw.attend`; a length that is no multiple of two.
+        ValueError: for the same reasons as `hw.attend`, or if a length is not a multiple of two.
     """
     keys, values = _gathered(k, v, mesh)
     outputs = [
@@ -93,15 +93,15 @@ def _pieces(length: int, mesh: DeviceMesh) -> list[tuple[int, int]]:
     ranks, rank = mesh.size(), mesh.get_local_rank()
     if length % (2 * ranks):
         raise ValueError(
-            f"a sequence of {length} over {ranks} ranks: each has two pieces of one length; pad it "
-            f"to a multiple of {2 * ranks}, and give mask=Padding(lengths)."
+            f"a sequence of {length} over {ranks} ranks does not split into two equal pieces per "
+            f"rank; pad it to a multiple of {2 * ranks} and give mask=Padding(lengths)."
         )
     size = length // (2 * ranks)
     return [(n * size, (n + 1) * size) for n in (rank, 2 * ranks - 1 - rank)]
 
 
 def _gathered(k: Tensor, v: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Gather all keys and values, in order; if they have one width, in one collective."""
+    """Gather all keys and values in order, in one collective if they have the same width."""
     if k.shape[-1] != v.shape[-1] or k.dtype != v.dtype:
         return unshard(k, mesh, 2), unshard(v, mesh, 2)
     heads = k.shape[1]
@@ -110,7 +110,7 @@ def _gathered(k: Tensor, v: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 _BY_POSITION = (Everything, Causal, Window, Padding, Documents, Prefix, ALiBi)
-"""Masks that depend on positions and keys alone, and so fit any part of the queries."""
+"""Masks that depend only on positions and keys, and so fit any part of the queries."""
 
 
 def _parts(q: Tensor, keys: Tensor, mask: Mask, mesh: DeviceMesh) -> list[tuple[Tensor, Mask, int]]:
@@ -140,15 +140,15 @@ def context_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     """Return the styles by which `parallelize_module` shards sequences over ranks.
 
     The model then takes each rank's part, `hw.parallel.shard(ids, mesh)`, and returns the outputs
-    of that part; code that depends on positions needs `hw.parallel.positions(T, mesh)`, such as
-    `GPT(…, positions=…)`. Masks are those of the whole sequence. Gradients of weights are those of
-    a rank's own positions: DDP and FSDP add them up over the same ranks.
+    of that part. Code that depends on positions, such as `GPT(…, positions=…)`, needs
+    `hw.parallel.positions(T, mesh)`. Masks are those of the whole sequence. Gradients of weights
+    cover a rank's own positions: DDP and FSDP sum them over the same ranks.
 
     Returns:
-        Styles by module name; for a layer itself, its style.
+        Styles by module name; for a single layer, its style.
 
     Raises:
-        ValueError: the model has no layer of headwise's.
+        ValueError: the model has no headwise layer.
     """
     if isinstance(model, MultiHeadAttention):
         return ContextParallel()
@@ -162,7 +162,8 @@ class ContextParallel(ParallelStyle):
     """A `MultiHeadAttention` attends from this rank's positions to all; its input is sharded.
 
     Raises, when it is applied:
-        ValueError: another module; rotary positions that depend on the length.
+        ValueError: the module is not a `MultiHeadAttention`, or its rotary positions depend on the
+            length.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -170,9 +171,9 @@ class ContextParallel(ParallelStyle):
         if not isinstance(module, MultiHeadAttention) or module.sequence_shard is not None:
             raise ValueError(f"{call}: give an hw.MultiHeadAttention that has whole sequences.")
         if device_mesh.ndim != 1:
-            raise ValueError(f'{call}: the mesh has several axes; give one, as mesh["cp"].')
+            raise ValueError(f'{call}: the mesh has several axes; give one, such as mesh["cp"].')
         if module.rope is not None and module.rope.depends_on_length:
-            raise ValueError(f"{call}: its rotary positions depend on the length of the text.")
+            raise ValueError(f"{call}: length-dependent rotary positions are not supported.")
         module.sequence_shard = SequenceShard(device_mesh)
         return module
 

@@ -24,14 +24,14 @@ _T = TypeVar("_T")
 def joined(timeout: float) -> Iterator[int]:
     """Join the process group of the launcher; yield the rank of this process.
 
-    Collectives fail after so many seconds without the other ranks; then the launcher ends the
+    Collectives fail after `timeout` seconds without the other ranks; then the launcher ends the
     remaining ranks. If several ranks raise, one reports its error and the others exit silently.
 
     Raises:
         ValueError: the timeout is out of range; or some ranks did not join.
     """
     if not 0 < timeout < 1e6:
-        raise ValueError(f"timeout={timeout:g}: must be seconds, above 0")
+        raise ValueError(f"timeout must be a number of seconds above 0, got {timeout:g}")
     limit = timedelta(seconds=timeout)
     gpus = cuda.device_count()
     if gpus:
@@ -43,7 +43,7 @@ def joined(timeout: float) -> Iterator[int]:
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
-        raise ValueError(f"not all ranks have come: {one_line(error)[:200]}") from None
+        raise ValueError(f"not all ranks have joined: {one_line(error)[:200]}") from None
     try:
         yield rank
     except Exception as error:

@@ -44,17 +44,17 @@ def merged(seen: Any) -> Any:
     """Merge the results of all ranks, so that every rank has the statistics of one process.
 
     Every rank of the default process group calls this after its share. Sums, numbers of queries,
-    squared deviations and maxima are merged, never means; a rank without a valid query adds
+    squared deviations and maxima are merged, never means; a rank without a valid query contributes
     nothing. Single calls and samples of effects are in the order of ranks. Tensors are on the
     device of this rank.
 
     Args:
-        seen: the result of `watch()`, `Watched.load()`, `Running`, `importance()` or
+        seen: a `Running` or the result of `watch()`, `Watched.load()`, `importance()` or
             `ablation_scan()`; or `None` on a rank that had no text.
 
     Raises:
-        ValueError: another type; results that cannot be added (other heads or statistics, or sums
-            per key of other batch sizes); no rank has a result.
+        ValueError: the type is not supported, results cannot be added (heads, statistics or the
+            batch sizes of sums per key differ), or no rank has a result.
 
     >>> import torch, headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -73,7 +73,7 @@ def merged(seen: Any) -> Any:
     kinds = {type(part) for part in parts}
     if len(kinds) != 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        why = f"ranks gave {names}" if kinds else "no rank saw anything"
+        why = f"ranks gave {names}" if kinds else "no rank has a result"
         raise ValueError(f"merged(…): {why}; give the same kind on all ranks that had texts.")
     if kinds == {HeadEffects}:
         return concatenated(parts)
@@ -94,7 +94,7 @@ def gathered(value: Any) -> list[Any]:
     dist.all_gather_object(all_packed, packed.getvalue())
     return [
         torch.load(io.BytesIO(one), map_location=_to_this_device, weights_only=False)
-        for one in all_packed  # pickled by our own ranks
+        for one in all_packed  # pickled by ranks of this process group
     ]
 
 
@@ -106,13 +106,13 @@ def largest_logits(seen: Watched, limit: float = 100.0) -> dict[str, Float[Tenso
     Args:
         seen: the result of `watch(model, MaxLogit())` on this rank, or of `MaxLogit(above=limit)`.
             A rank may lack calls of a module, or some of its heads.
-            limit: the limit for `qk_clip_`.
+        limit: the limit for `qk_clip_`.
 
     Returns:
-        By module name, for all heads of the layer; −inf for heads without a call.
+        Logits by module name, for all heads of the layer; −inf for heads without a call.
 
     Raises:
-        ValueError: the largest logits are unknown, for example of sampled queries.
+        ValueError: the largest logits are unknown, for example because queries were sampled.
     """
     call = f"largest_logits(seen, limit={limit:g})"
     own = {

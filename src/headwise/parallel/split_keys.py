@@ -55,7 +55,7 @@ class SeenOfAll:
         return self.readings[name]
 
     def table(self) -> list[dict[str, float | int]]:
-        """Return a row per head: the mean over batch and valid queries; of `max_logit` the max."""
+        """Return a row per head: the mean over batch and valid queries; the max of `max_logit`."""
         rows = table_rows(self.readings, self.lse.shape[1])
         return [{"head": head, **row} for head, row in enumerate(rows)]
 
@@ -88,13 +88,14 @@ def observe_split_keys(
         first_key: the position of this rank's first key.
         first_query: the position of the first query.
         mask: for the keys of this rank, by their index on this rank. Masks that depend on positions
-            alone (`Causal`, `Window`, `ALiBi`) are the same for all ranks, also in `Mass`.
+            only (`Causal`, `Window`, `ALiBi`) are the same for all ranks, also in `Mass`.
         sinks: learned sinks; they count once.
-        keywords: other arguments of `hw.observe`, without `queries`.
+        keywords: other arguments of `hw.observe`, except `queries`.
 
     Raises:
-        ValueError: as `hw.observe`; a statistic that cannot be merged, such as attention received
-            by keys, which depends on the log-sum-exp of each query over all ranks.
+        ValueError: for the same reasons as `hw.observe`, or if a statistic cannot be merged, such
+            as attention received by keys, which depends on the log-sum-exp of each query over all
+            ranks.
 
     Source: the merge of partial softmaxes, Milakov & Gimelshein 2018; of entropies, Shannon 1948,
     the chain rule.
@@ -131,9 +132,9 @@ def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
         mergeable = not (statistic.spread or statistic.absolute)
     if not mergeable:
         raise ValueError(
-            f"observe_split_keys(…, {format_value(statistic)}): it does not merge "
-            f"over ranks with other "
-            f"keys each; gather the keys (hw.parallel.attend), or leave it out."
+            f"observe_split_keys(…, {format_value(statistic)}): the statistic does not merge "
+            f"over ranks with different "
+            f"keys; gather the keys (hw.parallel.attend), or omit it."
         )
     return statistic
 

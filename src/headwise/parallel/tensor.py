@@ -39,10 +39,10 @@ def plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     same names and shapes.
 
     Returns:
-        Styles by module name; for a layer itself, its style.
+        Styles by module name; for a single layer, its style.
 
     Raises:
-        ValueError: the model has no layer of headwise's; or is sharded already.
+        ValueError: the model has no headwise layer, or is already sharded.
 
     >>> import headwise as hw
     >>> from headwise.models.gpt import GPT, GPTConfig
@@ -60,7 +60,7 @@ def plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):
             if module.head_shard is not None:
-                raise ValueError(f"plan({type(model).__name__}): {name!r} is sharded already.")
+                raise ValueError(f"plan({type(model).__name__}): {name!r} is already sharded.")
             styles[name] = HeadParallel()
         elif isinstance(module, MLP):
             styles[f"{name}.c_fc"] = ColumnParallel()
@@ -68,7 +68,7 @@ def plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     if not styles:
         raise ValueError(
             f"plan({type(model).__name__}): it has no hw.MultiHeadAttention; models of "
-            f"transformers have plans of their own (tp_plan)."
+            f"transformers have their own plans (tp_plan)."
         )
     return styles[""] if isinstance(model, MultiHeadAttention) else styles
 
@@ -80,7 +80,7 @@ class _ShardedLinear(ParallelStyle):
     """A Linear, or GPT-2's Conv1D, whose weight is sharded along one of its axes."""
 
     def __init__(self, outputs: bool) -> None:
-        self.outputs = outputs  # shard the outputs, or else the inputs
+        self.outputs = outputs  # True: shard the outputs; False: the inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         call = f"{type(self).__name__}()({module})"
@@ -135,7 +135,7 @@ class HeadParallel(ParallelStyle):
     heads read. Tables have head numbers of the whole layer.
 
     Raises, when it is applied:
-        ValueError: the heads do not divide by the ranks; another class of layer.
+        ValueError: the heads do not divide by the ranks, or the class of the layer is unsupported.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -173,7 +173,7 @@ class HeadParallel(ParallelStyle):
 class HeadShard:
     """The heads of a layer that this rank computes: `layer.head_shard`.
 
-    modules: the submodule (`Sections`) that holds q, k and v each.
+    modules: the submodule (`Sections`) that holds each of q, k and v.
     """
 
     mesh: DeviceMesh
@@ -187,7 +187,7 @@ class HeadShard:
 
     @classmethod
     def of(cls, layer: MultiHeadAttention, mesh: DeviceMesh) -> HeadShard:
-        """Return the share of this rank in a layer that is not sharded yet."""
+        """Return the shard of this rank for a layer that is not yet sharded."""
         ranks, rank = mesh.size(), mesh.get_local_rank()
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         if isinstance(layer, GPT2Attention):
@@ -227,7 +227,7 @@ class HeadShard:
         return layer._heads(sections(part, x, rows, self._some_bias(layer, part, rows)))
 
     def _some_bias(self, layer: MultiHeadAttention, part: str, rows: slice) -> Tensor | None:
-        """Return the rows of a section in `some_bias`, which every rank has as a whole."""
+        """Return the rows of a section in `some_bias`, which every rank holds in full."""
         if (bias := getattr(layer, "some_bias", None)) is None:
             return None
         fused = [one for one in "qkv" if self.modules[one] == self.modules["k"]]
@@ -240,7 +240,7 @@ class HeadShard:
 
     @contextmanager
     def own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Use other random numbers on each rank in a `with` block; afterwards all ranks agree.
+        """Use different random numbers on each rank in a `with` block; afterwards all ranks agree.
 
         The seed comes from the CPU's generator, which is in the same state on all ranks.
         """
@@ -259,19 +259,19 @@ class HeadShard:
 
 
 def _check_heads(layer: MultiHeadAttention, mesh: DeviceMesh) -> None:
-    """Raise ValueError for heads that do not divide by the ranks, or another class of layer."""
+    """Raise ValueError if heads do not divide by the ranks or the class is unsupported."""
     call = f"HeadParallel()({type(layer).__name__}({layer.extra_repr()})) on {mesh.size()} ranks"
     if type(layer) not in (MultiHeadAttention, GPT2Attention):
         raise ValueError(f"{call}: only hw.MultiHeadAttention and GPT2Attention can be sharded.")
     if mesh.ndim != 1:
-        raise ValueError(f'{call}: the mesh has {mesh.ndim} axes; give one of them, as mesh["tp"].')
+        raise ValueError(f'{call}: the mesh has {mesh.ndim} axes; give one, such as mesh["tp"].')
     ranks, heads, kv_heads = mesh.size(), layer.num_heads, layer.num_kv_heads
     if heads % ranks:
         raise ValueError(f"{call}: {heads} heads do not divide by {ranks} ranks.")
     if kv_heads % ranks and ranks % kv_heads:
         raise ValueError(
-            f"{call}: {kv_heads} key/value heads neither divide by {ranks} ranks nor the ranks by "
-            f"them, so that a rank's query heads would read several in part."
+            f"{call}: {kv_heads} key/value heads and {ranks} ranks do not divide each other, so "
+            f"the query heads of a rank would share key/value heads with other ranks."
         )
 
 
@@ -301,12 +301,12 @@ class _SectionsProjections(QueryKeyProjections):
     Factors cover all heads, on every rank; sharded parameters use their part.
 
     Raises:
-        ValueError: a bias of only some of q, k and v.
+        ValueError: only some of q, k and v have a bias.
     """
 
     def __init__(self, layer: MultiHeadAttention, shard: HeadShard) -> None:
         if getattr(layer, "some_bias", None) is not None:
-            raise ValueError("a bias of only some of q, k and v has no place in any layout")
+            raise ValueError("a bias of only some of q, k and v is not supported")
         self.num_heads, self.num_kv_heads = shard.all_heads, shard.all_kv_heads
         self.normed = layer.q_norm is not None
         self.own = frozenset(name for name, _ in layer.named_parameters())

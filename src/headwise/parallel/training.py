@@ -34,7 +34,7 @@ class DataParallelRanks(TrainingRanks):
 
     def __init__(self, strategy: str) -> None:
         if strategy not in STRATEGIES:
-            raise ValueError(f"parallel={strategy!r}: must be {' or '.join(STRATEGIES)}")
+            raise ValueError(f"parallel must be {' or '.join(STRATEGIES)}, got {strategy!r}")
         self.strategy = strategy
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -48,7 +48,7 @@ class DataParallelRanks(TrainingRanks):
         number, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if device == "cuda" and number >= gpus:
             raise ValueError(
-                f"{gpus} GPUs and more ranks on this machine; start {gpus} "
+                f"this machine has {gpus} GPUs but more ranks; start {gpus} "
                 f"(--nproc-per-node {gpus}), or train with --device cpu"
             )
         if self.strategy == "ddp":
