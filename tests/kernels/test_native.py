@@ -778,7 +778,7 @@ def test_an_instruction_set_that_there_is_not() -> None:
     [
         (None, "was not built"),
         ("/nowhere/libheadwise.so", "cannot be loaded"),
-        (torch._C.__file__, "is no library of headwise"),
+        (torch._C.__file__, "is not a library of headwise"),
     ],
     ids=["none", "missing", "another"],
 )

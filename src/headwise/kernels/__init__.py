@@ -1,1 +1,1 @@
-"""The kernels and their launchers, nothing else: tensors and plain numbers in, tensors out."""
+"""The kernels and their launchers, which take and return only tensors and plain numbers."""

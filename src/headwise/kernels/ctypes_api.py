@@ -1,7 +1,7 @@
 """Calls of the native CPU kernel: the built library, and its three functions.
 
-The library lies beside this file and is called through ctypes on data pointers; it knows nothing
-of PyTorch. A library whose struct differs in size or version from `interface.py` is not used.
+The library is next to this file and is called through ctypes on data pointers; it is independent of
+PyTorch. A library whose struct differs in size or version from `interface.py` is not used.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_st
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library, and the instruction sets it was built for, richest first."""
+    """The loaded library and the instruction sets it was built for, most capable first."""
 
     handle: ctypes.CDLL
     sets: tuple[str, ...]
     here: tuple[bool, ...]
     best: str
-    """The set that calls use: the richest that is known to be fast (dispatch.cpp)."""
+    """The set that calls use: the most capable one that is known to be fast (dispatch.cpp)."""
 
     @cached_property
     def usable(self) -> tuple[str, ...]:
-        """The instruction sets of this machine, richest first."""
+        """The instruction sets of this machine, most capable first."""
         return tuple(name for name, here in zip(self.sets, self.here, strict=True) if here)
 
 
@@ -64,21 +64,18 @@ def _load() -> Library | str:
     if isinstance(path, str):
         return path
     try:
-        handle = ctypes.PyDLL(str(path))  # a call lets go of Python itself, and may raise
+        handle = ctypes.PyDLL(str(path))  # a call releases the GIL itself, and may raise
     except OSError as error:
         return f"the native kernel {path} cannot be loaded: {error}"
     return _checked(handle, path)
 
 
 def _find() -> Path | str:
-    for place in places:  # an editable install may keep the library away from the sources
+    for place in places:  # an editable install may keep the library outside the sources
         for name in ("libheadwise.so", "libheadwise.dylib", "headwise.dll"):
             if (Path(place) / name).is_file():
                 return Path(place) / name
-    return (
-        "the native kernel was not built: install headwise where there is g++ 11 or clang++ 14, "
-        "or newer"
-    )
+    return "the native kernel was not built: install headwise with g++ 11 or clang++ 14, or newer"
 
 
 def _checked(handle: ctypes.CDLL, path: Path) -> Library | str:
@@ -87,7 +84,7 @@ def _checked(handle: ctypes.CDLL, path: Path) -> Library | str:
         handle.hw_call_size.restype = ctypes.c_int64
         size = handle.hw_call_size()
     except AttributeError:
-        return f"{path} is no library of headwise"
+        return f"{path} is not a library of headwise"
     if interface != INTERFACE or size != ctypes.sizeof(CCall):
         return (
             f"the native kernel {path} has interface {interface} ({size} bytes a call), this "
@@ -123,7 +120,7 @@ _forced = -1
 
 @contextmanager
 def instructions(name: str) -> Iterator[None]:
-    """Compute with this instruction set in place of the best one.
+    """Compute with this instruction set instead of the default one.
 
     Raises:
         ValueError: the library was not built for it, or the machine does not have it.
@@ -141,7 +138,7 @@ def instructions(name: str) -> Iterator[None]:
 
 
 def unit(dtype: torch.dtype) -> str:
-    """Return the instruction set whose code computes calls of a dtype here.
+    """Return the instruction set that computes calls of a dtype on this machine.
 
     Raises:
         RuntimeError: there is no library.
@@ -178,7 +175,7 @@ def _run(function: str, call: CCall) -> int:
     if code == _NO_MEMORY:
         raise MemoryError(f"the native kernel is out of memory for {_describe(call)}")
     if code & ~(_NO_NUMBER | _OVERFLOW):
-        raise RuntimeError(f"the native kernel refused {_describe(call)} (code {code})")
+        raise RuntimeError(f"the native kernel rejected {_describe(call)} (code {code})")
     return code
 
 
@@ -255,7 +252,7 @@ def rows_of(into: Tensor, needs: int, q: Tensor) -> list[Tensor | None]:
 
 
 def output(problem: Problem) -> Tensor | None:
-    """Return the output alone, as `forward`; `None` if the weights of some row are NaN."""
+    """Return only the output, like `forward`; `None` if the weights of a row are NaN."""
     assert problem.v is not None
     call = _start_alike(problem)
     out = output_like(problem.q, problem.v)
@@ -368,7 +365,7 @@ def _output_strides(heads: int, queries: int, wide: int) -> tuple[int, int, int,
 
 
 def gradient_like(x: Tensor) -> Tensor:
-    """Return an empty gradient of `x` `[B, H, T, D]`, heads and positions in the same order."""
+    """Return an empty gradient of `x` `[B, H, T, D]` with the same memory order as `x`."""
     b, h, t, d = x.shape
     if x.stride(1) < x.stride(2):
         strides = (t * h * d, d, h * d, 1)
@@ -377,7 +374,7 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 def _start_alike(problem: Problem) -> CCall:
-    """Return the struct with all inputs, copied from that of a call with other addresses."""
+    """Return the struct with all inputs, copied from a call that differs only in addresses."""
     q, k, v, structs = problem.q, problem.k, problem.v, problem.structs
     if structs is None or problem.sinks is not None:
         return _start(problem)

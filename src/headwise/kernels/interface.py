@@ -1,4 +1,4 @@
-"""The struct of the native kernel as ctypes has it, and what goes into it.
+"""The struct of the native kernel in ctypes, and its contents.
 
 `cpp/headwise.h` documents the fields; `CCall` mirrors its struct field by field, and `CCall.point`
 checks every tensor that it points to: dtype, device, shape, strides and memory.
@@ -89,12 +89,12 @@ class CCall(ctypes.Structure):
     ) -> None:
         """Point a field at a tensor, or at a copy if C cannot read it as it is.
 
-        It is copied if its last axis has gaps, if only a flag negates its numbers or makes them 0,
-        and if many rows far apart, as of a fused projection, are read by many `readers` (`FAR`):
-        each row is a page then, and there are more pages than the processor caches.
+        It is copied if its last axis has gaps, if a flag stands for negated values or zeros, or if
+        many distant rows, as in a fused projection, are read by many `readers` (`FAR`): each row is
+        then in its own page, and the processor caches fewer pages than that.
 
         Raises:
-            ValueError: the tensor has another dtype, shape or device, or no memory of its own.
+            ValueError: dtype, shape or device is wrong, or the tensor has no memory of its own.
         """
         shared = name in _SHARED
         fits = x.shape == shape or (shared and _spreads(x, shape))
@@ -129,31 +129,31 @@ _STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "gra
 """Tensors with a dense last axis and a stride for each other axis; those in no set are dense."""
 
 FAR = 2048, 256
-"""The number of rows, and of their readers, from which on rows are copied side by side."""
+"""The number of rows, and of their readers, above which rows are copied to be contiguous."""
 
 _SHARED = frozenset({"low", "high", "allowed", "bias"})
 """Tensors with a stride for each axis; shared axes have size 1."""
 
 
 def _spreads(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return True if a tensor has all axes of a shape, or 1 in their place."""
+    """Return True if each axis of a tensor has the size in `shape`, or size 1."""
     return x.dim() == len(shape) and all(n in (1, m) for n, m in zip(x.shape, shape, strict=True))
 
 
 def _in_memory(name: str, x: Tensor) -> Tensor:
-    """Return a tensor with its numbers in memory, where a flag stands for them."""
+    """Return a tensor whose values are in memory, resolving flags such as negation."""
     if x.is_neg():
         return x.resolve_neg()
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
     raise ValueError(
         f"native kernel: {name} must have memory of its own, got a {type(x).__name__} "
-        f"{list(x.shape)} without; choose another backend."
+        f"{list(x.shape)} without it; choose another backend."
     )
 
 
 class Terms(NamedTuple):
-    """The mask and bias as the kernel takes them.
+    """The mask and bias in the form that the kernel takes.
 
     A key is visible if every given part allows it. `low`, `high` `[B, H, T]` (int64), `allowed`
     (bool) and `bias` (float32) `[B, H, T, S]` have size 1 where an axis is shared; `position` is
@@ -176,10 +176,10 @@ Structs = MutableMapping[Any, CCall]
 
 
 class Problem(NamedTuple):
-    """One attention call: all that the kernels read. `sinks` is float32 `[H]`.
+    """One attention call: everything that the kernels read. `sinks` is float32 `[H]`.
 
-    Of 65536 weights, `dropped` are dropped, chosen by `seed` (int64 `[]`).
-    `structs` keeps structs for calls with the same sizes, dtypes, terms and numbers.
+    Of every 65536 weights, `dropped` are dropped, selected by `seed` (int64 `[]`). `structs` caches
+    structs for calls with the same sizes, dtypes, terms and numbers.
     """
 
     q: Tensor

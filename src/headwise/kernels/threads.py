@@ -12,7 +12,7 @@ import torch
 def threads() -> int:
     """Return the number of threads of a call: PyTorch's, or the CPUs of the cgroup if fewer.
 
-    More threads would only take turns: Linux stops all of them when the quota of a period is used.
+    More threads would not help: Linux stops all of them once the quota of a period is used.
     """
     limit = _limit()
     number = torch.get_num_threads()

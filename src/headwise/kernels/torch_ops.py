@@ -1,8 +1,8 @@
 """The native kernels with their gradient: under autograd, and as operators of compiled graphs.
 
-Eager calls go straight to the library, which is in C++ for CPUs and in Triton for CUDA; under
-`torch.compile` the operators `headwise::native_forward`, `native_backward` and `native_sums` make
-the same computation.
+Eager calls use the library directly, which is in C++ for CPUs and in Triton for CUDA; under
+`torch.compile`, the operators `headwise::native_forward`, `native_backward` and `native_sums`
+perform the same computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .interface import STATISTICS, Problem, Structs, Terms
 BIT = {name: 1 << bit for bit, name in enumerate(STATISTICS)}
 
 DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "max")
-"""The statistics with a gradient; the backward pass reads them as the forward left them."""
+"""The statistics with a gradient; the backward pass reads those that the forward pass computed."""
 
 Again = Callable[[Problem], list[Tensor]]
 """Computes the output and the `DIFFERENTIABLE` statistics by differentiable operations."""
@@ -39,11 +39,11 @@ def compute(
 ) -> list[Tensor | None]:
     """Return the output (`None` without values) and the statistics of `needs`.
 
-    `needs` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
-    statistic but the log-sum-exp has one: then the backward pass keeps the same tensors as that of
-    a call without needs, which activation checkpointing requires. Second derivatives are those of
-    `again`. On CUDA statistics without a graph share one tensor `[F, B, H, T]`, and are computed
-    from `lse` if another kernel has returned it with the output.
+    `needs` is a sum of `BIT`s. The largest score has no gradient. Without `gradients`, only the
+    log-sum-exp has one: the backward pass then keeps the same tensors as for a call without needs,
+    which activation checkpointing requires. Second derivatives are those of `again`. On CUDA,
+    statistics without a graph share one tensor `[F, B, H, T]` and are computed from `lse` if
+    another kernel has returned it with the output.
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
     both = (needs | BIT["lse"], needs | BIT["lse"] if gradients else BIT["lse"])
@@ -72,9 +72,9 @@ def statistics(
 ) -> None:
     """Write the statistics of `needs` into `into` `[F, B, H, T]` (float32, dense). No gradient.
 
-    On CUDA this is one launch, and neither allocates nor waits. `lse` is that of the kernel that
-    computed the output, if it returns one; if `on` (int32 `[]`) is 0, nothing is written. Compiled
-    graphs hold it as the operator `headwise::statistics`.
+    On CUDA this is one launch without allocation or synchronization. `lse` is that of the kernel
+    that computed the output, if it returns one. If `on` (int32 `[]`) is 0, nothing is written.
+    Compiled graphs contain it as the operator `headwise::statistics`.
     """
     q, k, _, sinks, terms, scale, softcap, *_ = problem
     q, k, sinks = q.detach(), k.detach(), None if sinks is None else sinks.detach()
@@ -90,8 +90,8 @@ def sampled(
 ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
     """Return statistics of the queries `rows`, and others of all queries, from their log-sum-exp.
 
-    They have no gradient. Returns `None` where no kernel computes them in one launch: on CPUs, and
-    where operators are traced.
+    They have no gradient. Return `None` if no kernel computes them in one launch: on CPUs, and when
+    operators are traced.
     """
     q, k, sinks = problem.q.detach(), problem.k.detach(), problem.sinks
     sinks = None if sinks is None else sinks.detach()
@@ -102,10 +102,10 @@ def sampled(
 
 
 def output(problem: Problem) -> Tensor | None:
-    """Return the output alone, without gradient.
+    """Return only the output, without gradient.
 
-    Returns `None` where `compute()` is required: the call is differentiated or traced, or the
-    weights of some row are NaN.
+    Return `None` if `compute()` is required: the call is differentiated or traced, or the weights
+    of a row are NaN.
     """
     if _differentiated(problem) or not _by_pointer(problem):
         return None
@@ -147,19 +147,19 @@ def _differentiated(problem: Problem) -> bool:
 def _by_pointer(problem: Problem, *others: Tensor | None) -> bool:
     """Return True if the library may read and write the tensors by pointer.
 
-    Else the operators compute the problem: compilers, `torch.export`, `torch.jit.trace` and modes
-    such as FLOP counters do not see what is written through a pointer, and tensors without memory
-    of their own have none (fake, meta and functional tensors, and wrappers).
+    Otherwise the operators compute the problem: compilers, `torch.export`, `torch.jit.trace` and
+    modes such as FLOP counters do not see writes through a pointer, and tensors without memory of
+    their own (fake, meta and functional tensors, and wrappers) have no pointer.
     """
     if is_compiling() or _len_torch_dispatch_stack() > 0 or _get_tracing_state() is not None:
         return False
-    if problem.structs is None or problem.sinks is not None:  # else all are known to be plain
+    if problem.structs is None or problem.sinks is not None:  # otherwise all are known to be plain
         others = (*problem[:4], *problem.terms[:6], problem.seed, *others)
     return not others or all(x is None or (type(x) in _PLAIN and not _elsewhere(x)) for x in others)
 
 
 def _elsewhere(x: Tensor) -> bool:
-    """Return True if a plain tensor has no memory, or another tensor holds its numbers."""
+    """Return True if a plain tensor has no memory, or another tensor holds its values."""
     return x.is_meta or torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -220,7 +220,7 @@ def _gradient_with_graph(
     problem: Problem, incoming: list[Tensor | None], needed: Sequence[bool], again: Again
 ) -> list[Tensor | None]:
     """Return gradients in q, k, v and the sinks that are themselves differentiable."""
-    # Views keep the graph between the inputs out, as of keys computed from the queries.
+    # Views exclude the graph between the inputs, for example if keys are computed from queries.
     own = [None if x is None else x.view_as(x) for x in problem[:4]]
     q, k, v, sinks = own
     assert q is not None
@@ -236,7 +236,7 @@ def gradients_of(
     needed: Sequence[bool],
     create_graph: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return `torch.autograd.grad` for those inputs that need it, `None` in place of the others."""
+    """Return `torch.autograd.grad` for the inputs that need it, and `None` for the others."""
     pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
     found = iter(
@@ -404,7 +404,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return _filled([columns, table], q)
 
 
-# It returns no tensor; an operator defined this way is called in a ninth of the time.
+# It returns no tensor; calling an operator that is defined this way takes a ninth of the time.
 _operators = torch.library.Library("headwise", "FRAGMENT")
 _operators.define(
     f"statistics({_READ.replace('Tensor? v, ', '')}, Tensor? lse, Tensor(a!) into, Tensor? on, "
@@ -432,7 +432,7 @@ def _(*args: Any) -> None:
 
 @register_flop_formula(torch.ops.headwise.native_forward)
 def _(q: torch.Size, k: torch.Size, v: torch.Size | None, *_: Any, **__: Any) -> int:
-    """Count both products in full, whatever the mask leaves out, as PyTorch's kernels are."""
+    """Count both products in full, regardless of the mask, as for PyTorch's kernels."""
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + (0 if v is None else v[3]))
 
 

@@ -20,7 +20,7 @@ COLUMNS = 64
 """The columns of a block map that one pass computes, as values in float32."""
 
 FEW = 16
-"""The sampled queries of a program: few, as there are few in all."""
+"""The number of sampled queries per program, small because there are few in total."""
 
 _BEYOND = 2**30
 """A window wider than any sequence."""
@@ -68,8 +68,8 @@ def statistics(
     """Write the statistics whose bit is set in `needs` into `into` `[F, B, H, T]`: one launch.
 
     Return the output, if there are values. Without them the log-sum-exp `[B, H, T]` of another
-    kernel may be given: then nothing is rescaled. The kernel reads `on`, an int32 `[]`: if it is 0,
-    nothing is written.
+    kernel may be given: then nothing is rescaled. If `on`, an int32 `[]` that the kernel reads, is
+    0, nothing is written.
     """
     rows = rows_of(into, needs, problem.q)
     out = None if problem.v is None else output_like(problem.q, problem.v)
@@ -124,7 +124,7 @@ def _forward(
 
 
 def output(problem: Problem) -> Tensor | None:
-    """Return the output alone, NaN or not: to check it, the host would have to wait."""
+    """Return only the output, without a check for NaN, for which the host would have to wait."""
     return forward(problem, 0)[0]
 
 
@@ -136,7 +136,7 @@ def backward(
     grads: dict[str, Tensor | None],
     needed: tuple[bool, bool, bool, bool],
 ) -> list[Tensor | None]:
-    """Return the gradients in q, k, v and the sinks `[H]`, as `ctypes_api.backward`.
+    """Return the gradients in q, k, v and the sinks `[H]`, like `ctypes_api.backward`.
 
     `dS = P ∘ (dP + c − g_H (s − base) + g_J (j − position) + …)`; c holds all terms that are equal
     for every key of a row.
@@ -199,7 +199,7 @@ def sums(
     received: bool,
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return column sums and block maps of P, as `ctypes_api.sums`."""
+    """Return column sums and block maps of P, like `ctypes_api.sums`."""
     q, k = problem.q, problem.k
     lse = lse.float().contiguous()
     weight = None if weight is None else weight.float().contiguous()
@@ -215,10 +215,10 @@ def sums(
 
 
 def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the base that the scores of each row are taken relative to, and the sum of weights.
+    """Return each row's base, which is subtracted from its scores, and its sum of weights.
 
-    These are the log-sum-exp and 1; if the log-sum-exp is so large that its rounding shows in the
-    weights, the largest score. The kernel itself decides; the host does not wait.
+    These are the log-sum-exp and 1 or, if rounding of a large log-sum-exp would affect the weights,
+    the largest score and the sum relative to it. The kernel decides; the host does not wait.
     """
     lse = lse.contiguous()
     softmax = torch.empty_like(lse), torch.empty_like(lse)
@@ -229,8 +229,8 @@ def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _block_map(
     problem: Problem, weight: Tensor | None, blocks: tuple[Tensor, Tensor, int]
 ) -> Tensor:
-    """Return sums of P over blocks of queries and keys: one-hot columns are the values, `COLUMNS`
-    to a pass."""
+    """Return sums of P over blocks of queries and keys, with one-hot columns as the values,
+    `COLUMNS` per pass."""
     of_query, of_key, n = blocks
     q, k = problem.q, problem.k
     b, h, _, _ = q.shape
@@ -248,16 +248,16 @@ def _block_map(
 
 
 class _Plan(NamedTuple):
-    """A kernel with its arguments in order; those of a single launch are `None`."""
+    """A kernel with its arguments in order; arguments that differ between launches are `None`."""
 
     kernel: Any
     arguments: list[Any]
     places: dict[str, int]
     tensors: tuple[tuple[int, int], ...]
-    """Places of the problem's tensors among the arguments, and their numbers in the problem."""
+    """Indices of the problem's tensors among the arguments, and in the problem."""
     options: dict[str, int]
     blocks: int
-    """The queries or keys of a program."""
+    """The number of queries or keys per program."""
     compiled: dict[tuple[Any, ...], Any]
     """Compiled kernels, by everything that Triton specializes on in the arguments of a launch."""
 
@@ -267,7 +267,7 @@ _MOST_PLANS = 512
 
 
 def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
-    """Run a kernel, with a program for each block of queries or of keys of each head."""
+    """Run a kernel, with one program per block of queries or keys of each head."""
     q, k, v, sinks, terms, scale, softcap = problem[:7]
     tensors = (q, k, v, sinks, *terms[:6])
     about = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
@@ -307,7 +307,7 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
 
 
 def _plan(name: str, problem: Problem) -> _Plan:
-    """Return what launches of one kind have in common."""
+    """Return the part that launches of one kind share."""
     q, k, v, sinks, terms, scale, softcap = problem[:7]
     wide, heads = 0 if v is None else v.shape[3], q.shape[1]
     tables = terms.allowed is not None or terms.bias is not None
@@ -353,7 +353,7 @@ def _chosen(
     dtype_v: torch.dtype | None,
     tables: bool,
 ) -> tuple[Any, Any, dict[str, int]]:
-    """Return a kernel, its `Constants`, and how it is run."""
+    """Return a kernel, its `Constants`, and its launch options."""
     kernels = _kernels()
     kernel = getattr(kernels, "over_queries" if name in _OVER_QUERIES else name)
     (first, more), whole = _pieces(dim), _power(wide)
@@ -377,12 +377,12 @@ def _strides(terms: Terms) -> dict[str, Any]:
 
 
 def _power(width: int) -> int:
-    """Return the power of 2 that holds so many columns; matrix units take at least 16."""
+    """Return the power of 2 that holds `width` columns, at least 16 as matrix units require."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _pieces(width: int) -> tuple[int, int]:
-    """Return a power of 2, and another or 0, that hold so many columns with the least padding."""
+    """Return one or two powers of 2 (or 0) that hold `width` columns with the least padding."""
     whole = _power(width)
     first = whole // 2
     more = _power(width - first) if first >= 16 else whole
@@ -392,8 +392,8 @@ def _pieces(width: int) -> tuple[int, int]:
 def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> dict[str, int]:
     """Return the queries and keys of a program, its warps and its stages.
 
-    These are the fastest of five to eight settings on an H100 at widths of 64 and 128; if a program
-    compiled for it later needed more registers than there are, the nearest setting that fits.
+    These are the fastest of five to eight settings on an H100 at widths of 64 and 128, or the
+    nearest setting that fits if a program later needed more registers than available.
     """
     if exact:
         return {"BM": 64, "BN": 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 1}
@@ -407,7 +407,7 @@ def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> di
         return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
     if not values:
         keys = (64 if wide <= 64 else 32) if tables else 128
-        if name == "sampled":  # so few programs that the time of one is that of all: more warps
+        if name == "sampled":  # so few programs that the time is that of one: more warps
             return {"BM": 64, "BN": 2 * keys, "num_warps": 8, "num_stages": 2}
         return {"BM": 64, "BN": keys, "num_warps": 4, "num_stages": 3}
     if wide <= 64:

@@ -1,14 +1,14 @@
 """Triton kernels for CUDA: attention with the statistics of its rows, gradients, and column sums.
 
-A program takes a block of queries (or of keys) of one head and goes over the keys (or queries) that
-it may meet, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Beside the sum
+A program takes a block of queries (or keys) of one head and iterates over the visible keys (or
+queries), with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Along with the sum
 of the weights it keeps `Σ p (s − m)` and `Σ p (j − position)`, relative to the running maximum m,
-so that nothing is lost where logits are large. Hardware has 2ˣ: where a score is `scale · q·k` and
-no more, log₂ e is in the scale. Only `triton_api` calls these.
+so that large logits lose no precision. Hardware computes 2ˣ: if a score is just `scale · q·k`, the
+scale includes log₂ e. Only `triton_api` calls these kernels.
 """
 
-# Triton reads the annotations of kernels itself: no `from __future__ import annotations` here. It
-# knows which branches are taken, and so that what these define is there.
+# Triton reads the annotations of kernels, so this file must not import `annotations` from
+# `__future__`. Triton knows which branches are taken, so variables they define are not unbound.
 # pyright: reportPossiblyUnboundVariable=false
 
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 FAR: tl.constexpr = tl.constexpr(2048.0)
-"""The log-sum-exp from which on weights taken from it would be off by more than 1e-4."""
+"""The log-sum-exp above which weights computed from it would be off by more than 1e-4."""
 
 LENGTHS = ["queries", "keys", "offset"]
-"""Arguments that change from call to call: no kernel is compiled for some of their values."""
+"""Arguments that change from call to call: kernels are not specialized on their values."""
 
 
 class Constants(NamedTuple):
@@ -33,15 +33,15 @@ class Constants(NamedTuple):
     D: int
     DV: int
     BD: int
-    """The columns of a head; if there are more, `BE` others."""
+    """The columns of a head in the first piece; `BE` are those in the second, if any."""
     BE: int
     BV: int
     EVEN: bool
     """The columns of a head fill their blocks; `EVEN_V`: those of the values."""
     EVEN_V: bool
     EXACT: bool
-    """Products of queries and keys are of float32, in three passes of TF32, which keep its digits;
-    `EXACT_V`: those of weights and values."""
+    """Products of queries and keys are computed in float32, by three passes of TF32, which keep its
+    precision; `EXACT_V`: those of weights and values."""
     EXACT_V: bool
     BM: int
     BN: int
@@ -70,7 +70,7 @@ class Scoring(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A block of queries: their numbers, positions among the keys, and ranges of keys."""
+    """A block of queries: their indices, key positions and ranges of keys."""
 
     i: Any
     pos: Any
@@ -146,7 +146,7 @@ def _store_heads(x, row, rows, at, first, more, C: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, EXACT: tl.constexpr):
-    """Return `a · b`, added to `acc` if that is given."""
+    """Return `a · b`, added to `acc` if it is given."""
     return tl.dot(a, b, acc, input_precision="tf32x3" if EXACT else "tf32")
 
 
@@ -207,10 +207,10 @@ def _upright(rows):
 
 @triton.jit
 def _unit(by):
-    """Return the factor that makes scores logarithms to base 2.
+    """Return the factor that turns scores into logarithms to base 2.
 
-    A bias may leave nothing of q·k in a score. That rounding must be done before anything is taken
-    from the score, and a product with log₂ e would be fused with what comes after it.
+    A large bias may round q·k away entirely. That rounding must happen before anything is
+    subtracted from the score, but a product with log₂ e would be fused with the next operation.
     """
     if (by.softcap is None) and (by.bias is None) and (by.slopes is None):
         return tl.constexpr(1.0)
@@ -257,8 +257,8 @@ def _scores(dot, rows, j, by, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
 def _key_span(rows, by, C: tl.constexpr):
     """Return the edges of three spans of keys for a block of queries.
 
-    All visible keys are in them. In the second all queries see all keys; the first is empty without
-    a window or a lower edge.
+    They contain all visible keys. In the second span, all queries see all keys; the first span is
+    empty without a window or a lower edge.
     """
     start = tl.maximum(tl.min(rows.low), 0)
     stop = tl.minimum(tl.max(rows.high), by.keys)
@@ -289,7 +289,7 @@ def _sweep(
     """Accumulate the keys from `start` to `stop`; if the base is KNOWN, nothing is rescaled."""
     unit = _unit(by)
     upright = _upright(rows)
-    # Only the address of a block's first key changes in the loop, and that in 64 bits.
+    # Only the address of a block's first key changes in the loop; it is computed in 64 bits.
     column, k_step = tl.arange(0, C.BN), by.b * 0 + k_at[2]
     if v is not None:
         v_step = by.b * 0 + v_at[2]
@@ -308,7 +308,7 @@ def _sweep(
                 if MASKED:
                     each = tl.where(p > 0, each, 0.0)
                 moment += tl.sum(each, 1)
-            if AHEAD:  # the distance to the block's first key is the same for all of a row
+            if AHEAD:  # the distance to the block's first key is the same for the whole row
                 away = column.to(tl.float32)[None, :]
                 ahead += tl.sum(p * away, 1) + tl.sum(p, 1) * (n - rows.pos).to(tl.float32)
         else:
@@ -370,8 +370,8 @@ def _forward(
     """Compute output and statistics of a block of queries, of all or of the `chosen` ones.
 
     `terms` are the fields of `Scoring` after `b` and `h`. If `lse` is given, weights are computed
-    from it, and there is no output; rows in which it is so large that weights would lose digits are
-    read twice. `base_out` and `total_out` are the base of the scores and the sum of the weights
+    from it, and there is no output; rows in which it is so large that weights would lose precision
+    are read twice. `base_out` and `total_out` are the base of the scores and the sum of the weights
     relative to it: the log-sum-exp and 1, or the largest score and its sum.
     """
     KNOWN: tl.constexpr = lse is not None
@@ -382,7 +382,7 @@ def _forward(
     bh = program // blocks
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     by = Scoring(b, h, *terms)
-    block = blocks - 1 - program % blocks  # those that see most come first
+    block = blocks - 1 - program % blocks  # blocks that see the most keys come first
     row = block * BM + tl.arange(0, BM)
     i = tl.minimum(row, count - 1)
     if chosen is not None:
