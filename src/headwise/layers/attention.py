@@ -327,7 +327,7 @@ class MultiHeadAttention(nn.Module):
             raise
 
     def _observed(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
-        """Return a context that tells observers, if any, which layer makes the calls."""
+        """Return a context that names this layer to observers, if any, as the source of calls."""
         if torch.compiler.is_compiling() or not observers:
             return _NOTHING
         return made_by(self, own_positions, first_key)
