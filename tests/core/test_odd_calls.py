@@ -52,9 +52,12 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     *(({"dropout": x}, "dropout must be at least 0") for x in (math.nan, math.inf, True, False)),
     *(({"dropout": x}, "dropout must be at least 0") for x in (1.5, 1, -0.1, "0.1", None, 1j)),
     *(({"backend": x}, "backend must be one of 'auto'") for x in (None, 1, "", "AUTO", [], {})),
-    ({"sinks": torch.full((H,), math.inf)}, "sinks holds inf for head 0"),
-    ({"sinks": torch.zeros(H).index_fill(0, long(2), math.nan)}, "sinks holds nan for head 2"),
-    ({"sinks": torch.full((H,), 1e300, dtype=torch.float64)}, "sinks holds inf"),
+    ({"sinks": torch.full((H,), math.inf)}, "sinks must be finite.* got inf for head 0"),
+    (
+        {"sinks": torch.zeros(H).index_fill(0, long(2), math.nan)},
+        "sinks must be finite.* got nan for head 2",
+    ),
+    ({"sinks": torch.full((H,), 1e300, dtype=torch.float64)}, "sinks must be finite.* got inf"),
     ({"sinks": torch.zeros(H).to_sparse()}, r"sinks is torch\.sparse_coo"),
     *(({"mask": x}, "must be a headwise mask") for x in (5, True, "causal", hw.Causal)),
 ]

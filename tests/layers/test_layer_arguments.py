@@ -26,7 +26,7 @@ def x() -> torch.Tensor:
     [
         (
             {"batch_first": True},
-            r"batch_first=…\): .* leave it out: .*\[batch, length, embed",
+            r"batch_first=…\): .* omit it: .*\[batch, length, embed",
         ),
         ({"kdim": 8}, "write kv_dim="),
         ({"vdim": 8}, "write kv_dim="),
@@ -75,7 +75,7 @@ def test_a_rotation_of_no_numbers_is_refused(settings: dict[str, Any]) -> None:
         ({"cache": {}}, r"cache must be a KVCache, got \{\}; write cache=hw\.KVCache\(\)"),
         ({"cache": True}, "cache must be a KVCache, got True"),
         ({"cache": hw.KVCache}, "cache must be a KVCache"),
-        ({"context": hw.Causal()}, "context is a Causal .* give the mask by name, mask=…"),
+        ({"context": hw.Causal()}, "context is a Causal, .* give the mask by name, mask=…"),
         ({"x": None}, "x is a NoneType, not a torch.Tensor"),
         ({"x": "a text"}, "x is a str"),
     ],
@@ -87,7 +87,7 @@ def test_what_is_given_of_another_kind_is_refused(given: dict[str, Any], says: s
 
 def test_q_k_and_v_are_not_given_to_a_layer_that_makes_them() -> None:
     layer = built()
-    with pytest.raises(TypeError, match=r"3 positional arguments .* take hw\.attend\(q, k, v\)"):
+    with pytest.raises(TypeError, match=r"3 positional arguments .* use hw\.attend\(q, k, v\)"):
         layer(x(), x(), x())
     with pytest.raises(TypeError, match=r"3 positional arguments .* by name: mask=…, c"):
         layer(x(), None, hw.Causal())

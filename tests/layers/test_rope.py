@@ -252,15 +252,15 @@ def test_from_config_reads_old_and_new_names():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dim": 7}, "dim must be even"),
-        ({"dim": 0}, "dim must be even"),
+        ({"dim": 7}, "dim must be an even"),
+        ({"dim": 0}, "dim must be an even"),
         ({"dim": 4, "base": 0.0}, "base must be above 0"),
         ({"dim": 4, "scaling": {"rope_type": "yearn"}}, "'yearn' is not one of default, linear"),
         ({"dim": 4, "scaling": {"factor": 2.0}}, "None is not one of"),
         ({"dim": 4, "scaling": {"rope_type": "yarn", "factor": 2.0}}, "needs original_max_pos"),
         ({"dim": 4, "scaling": {"rope_type": "linear", "factor": 0.0}}, "factor must be"),
-        ({"dim": 8.0}, "dim must be even and at least 2, a whole number"),
-        ({"dim": True}, "dim must be even"),
+        ({"dim": 8.0}, "dim must be an even whole number of at least 2"),
+        ({"dim": True}, "dim must be an even"),
         ({"dim": 4, "base": math.inf}, "base must be above 0 and finite"),
         ({"dim": 4, "base": math.nan}, "base must be above 0 and finite"),
         ({"dim": 4, "base": "10000"}, "base must be above 0 and finite"),
@@ -331,11 +331,14 @@ def test_what_cannot_be_rotated_is_quoted(x, offset, message):
     ("config", "message"),
     [
         ({}, "hidden_size must be a whole number, got None"),
-        ({"hidden_size": 24, "num_attention_heads": "3"}, "num_attention_heads is '3'"),
+        (
+            {"hidden_size": 24, "num_attention_heads": "3"},
+            "num_attention_heads must be a whole number, got '3'",
+        ),
         ({"head_dim": 8, "rope_scaling": "linear"}, "rope_scaling='linear' must be a mapping"),
         (
             {"head_dim": 8, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "max_position_embeddings is None",
+            "max_position_embeddings must be a whole number, got None",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_faults_are_named() -> None:
     running.add(hw.observe(q, k, v, hw.Entropy(), hw.Received(), hw.TopKeys(2), hw.Map(3)))
     with pytest.raises(KeyError, match="'first' was not observed; there are: entropy"):
         running["first"]
-    with pytest.raises(KeyError, match="'top_keys' is a list for every query"):
+    with pytest.raises(KeyError, match="'top_keys' is a list per query"):
         running["top_keys"]
     with pytest.raises(KeyError, match="'map' is not a metric of single queries"):
         running.deviation("map")
