@@ -79,7 +79,7 @@ def test_bad_sinks_are_refused_every_time() -> None:
     sinks = torch.zeros(q.shape[1])
     hw.attend(q, k, v, sinks=sinks)
     sinks[1] = torch.inf
-    with pytest.raises(ValueError, match="sinks must be finite.* got inf for head 1"):
+    with pytest.raises(ValueError, match=r"sinks must be finite.* got inf for head 1"):
         hw.attend(q, k, v, sinks=sinks)
 
 
