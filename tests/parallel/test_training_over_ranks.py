@@ -185,7 +185,7 @@ def check_lacking(mesh: DeviceMesh) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         seeing = hw.Monitor(model, optimizer, every=1)
         model(torch.randn(2, 7, E)).square().mean().backward()
-        with pytest.warns(UserWarning, match="rank 1 has none; every rank makes one"):
+        with pytest.warns(UserWarning, match="rank 1 has no monitor; metrics cover all ranks"):
             optimizer.step()
         model(torch.randn(2, 7, E)).square().mean().backward()
         optimizer.step()
@@ -193,7 +193,7 @@ def check_lacking(mesh: DeviceMesh) -> None:
         seeing.close()
         clipping = hw.Monitor(model, optimizer, every=9, clip=1.0)
         model(torch.randn(2, 7, E)).square().mean().backward()
-        with pytest.raises(ValueError, match="rank 1 has none; every rank makes one"):
+        with pytest.raises(ValueError, match="rank 1 has no monitor; metrics cover all ranks"):
             optimizer.step()
         clipping.close()
 

@@ -402,7 +402,7 @@ def test_sampled_maxima_decide_nothing() -> None:
     model, x = wide()
     with hw.watch(model, hw.MaxLogit(), queries=2) as seen:
         model(x)
-    with pytest.raises(ValueError, match="some queries alone, and so too low"):
+    with pytest.raises(ValueError, match="sampled queries and may be too low"):
         hw.qk_clip_(model, seen)
     with hw.watch(model, hw.MaxLogit(above=200.0)) as seen:
         model(x)
@@ -440,12 +440,12 @@ def refused(model: nn.Module, message: str, seen: Any = None, **keywords: Any) -
 def test_largest_scores_that_are_no_numbers(wrong: float) -> None:
     tops = TOPS.clone()
     tops[2] = wrong
-    refused(wide()[0], rf"head 2 in '' is {wrong}; no factor can fix that", {"": tops})
+    refused(wide()[0], rf"head 2 in '' is {wrong}; scaling cannot fix this", {"": tops})
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf, "high", None])
 def test_limits(limit: Any) -> None:
-    refused(wide()[0], r"the limit must be a finite number above 0", limit=limit)
+    refused(wide()[0], r"limit must be a finite number above 0", limit=limit)
 
 
 def test_arguments() -> None:
@@ -453,7 +453,7 @@ def test_arguments() -> None:
     refused(model, "no rule 'keys'; there are: query, both", rule="keys")
     refused(model, "seen is a list", [1.0])
     refused(model, "no module 'attn'", {"attn": TOPS})
-    refused(model, "3 largest scores, and 4 heads", {"": TOPS[:3]})
+    refused(model, "3 largest scores for 4 heads", {"": TOPS[:3]})
     refused(model, "one number a head", {"": TOPS[None]})
 
 
@@ -487,7 +487,7 @@ def test_unknown_and_latent_layouts() -> None:
 def test_a_weight_of_queries_and_keys() -> None:
     model = Named("wq", "wk", "wv", "wo")
     model.wk.weight = model.wq.weight
-    refused(model, "one weight makes queries and keys")
+    refused(model, "queries and keys share a weight")
 
 
 def test_another_attention_around_is_not_taken() -> None:
@@ -635,7 +635,7 @@ def test_modules_that_were_not_seen_are_named() -> None:
     model, x = wide()
     seen = maxima(model, x)
     seen.left_out["far"] = "its keys are compressed"
-    with pytest.warns(UserWarning, match="not clipped, as they were not seen: far: its keys are"):
+    with pytest.warns(UserWarning, match="not clipped: far: its keys are"):
         hw.qk_clip_(model, seen)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

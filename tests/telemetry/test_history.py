@@ -127,7 +127,7 @@ def test_a_monitor_resumes_its_history(path: Path) -> None:
         query = f"SELECT * FROM {name}"
         one, two = (sqlite3.connect(p).execute(query).fetchall() for p in (whole, path))
         assert one == two
-    with pytest.raises(ValueError, match=r"has steps 1 to 8 already; give step=… to go on"):
+    with pytest.raises(ValueError, match=r"already has steps 1 to 8; pass step=… to continue"):
         run(path, range(8))
     run(path, range(2), overwrite=True)
     assert hw.History(path).steps == [1, 2]
@@ -137,7 +137,7 @@ def test_a_history_of_another_model_is_kept(path: Path) -> None:
     written(path, [2]).close()
     model, optimizer = made()
     before = path.read_bytes()
-    with pytest.warns(UserWarning, match=r"no layer .blocks\.0\.own.: of another model"):
+    with pytest.warns(UserWarning, match=r"no layer .blocks\.0\.own. and belongs to another model"):
         monitored((model, optimizer), range(2, 3), every=1, history=path, step=2)
     assert hw.History(path).layers == LAYERS_OF
     assert hw.History(path).steps == [2]
@@ -147,7 +147,7 @@ def test_a_history_of_another_model_is_kept(path: Path) -> None:
 def test_a_second_monitor_takes_over_and_the_first_says_so(path: Path) -> None:
     first = written(path, [2])
     second = written(path, [4], after=2)
-    with pytest.raises(ValueError, match="another monitor has begun to write into it"):
+    with pytest.raises(ValueError, match="another monitor has started writing to it"):
         first.write([(record(6), [])], LAYERS_OF)
     assert hw.History(path).steps == [2, 4]
     first.close()
@@ -284,7 +284,7 @@ def test_a_history_that_another_monitor_has_replaced_is_left_to_it(path: Path) -
     vanish(path, "all of it")
     written(path, [7]).close()
     for _ in range(2):
-        with pytest.raises(ValueError, match="another monitor has begun to write into it"):
+        with pytest.raises(ValueError, match="another monitor has started writing to it"):
             writer.restore()
     assert hw.History(path).steps == [7]
     vanish(path, "all of it")
@@ -523,7 +523,7 @@ def test_scalars_of_steps(path: Path) -> None:
 @pytest.mark.parametrize("value", ["low", torch.ones(2), None, True])
 def test_scalars_are_numbers(path: Path, value: Any) -> None:
     monitor = hw.Monitor(hw.MultiHeadAttention(24, num_heads=3), history=path)
-    with monitor, pytest.raises(ValueError, match=r"monitor\.log\(loss=.*give a number"):
+    with monitor, pytest.raises(ValueError, match=r"monitor\.log\(loss=.*must be a number"):
         monitor.log(loss=value)
 
 

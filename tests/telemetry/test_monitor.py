@@ -696,34 +696,37 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"every": 0}, "every=0: give a whole number of steps"),
-        ({"every": 2.5}, "every=2.5"),
-        ({"queries": 1}, "queries=1: give a whole number, 2 or more"),
-        ({"clip": -1.0}, "clip=-1.0: give a limit"),
-        ({"step": -1}, "step=-1"),
-        ({"seed": "1"}, "seed='1': give a whole number"),
-        ({"statistics": hw.Entropy()}, "statistics=Entropy(): give a list of statistics"),
-        ({"rules": ["entropy"]}, "rules=['entropy']: that is no Rule"),
+        ({"every": 0}, "every must be an integer ≥ 1, got 0"),
+        ({"every": 2.5}, "every must be an integer ≥ 1, got 2.5"),
+        ({"queries": 1}, "queries must be an integer ≥ 2"),
+        ({"clip": -1.0}, "clip must be a limit for logits above 0, got -1.0"),
+        ({"step": -1}, "an integer ≥ 0, got -1"),
+        ({"seed": "1"}, "seed must be an integer, got '1'"),
+        (
+            {"statistics": hw.Entropy()},
+            "statistics must be a list, also for a single element, got Entropy()",
+        ),
+        ({"rules": ["entropy"]}, "rules must contain Rule(…) objects, got 'entropy'"),
         ({"statistics": [hw.Entropy]}, "not a statistic; did you mean Entropy()"),
         ({"statistics": [hw.Entropy(), hw.Entropy()]}, "'entropy' is given twice"),
-        ({"rules": [Rule("entropy", below=1.0, then="stop")]}, "give save="),
+        ({"rules": [Rule("entropy", below=1.0, then="stop")]}, "pass save="),
         (
             {"rules": [Rule("entropy", below=0.1)] * 2},
-            "two rules are called 'entropy < 0.1'",
+            "two rules are named 'entropy < 0.1'",
         ),
-        ({"trackers": [3]}, "give a TensorBoard SummaryWriter"),
+        ({"trackers": [3]}, "pass a TensorBoard SummaryWriter"),
         ({"maxima": "no"}, "maxima must be True or False, got 'no'"),
-        ({"save": 3}, "save=3: give a function that saves the training"),
-        ({"scaler": 3}, "scaler=3: give a GradScaler"),
-        ({"probe": "a text"}, "probe='a text': give a batch as the model takes it"),
+        ({"save": 3}, "save must be a function that saves a checkpoint, got 3"),
+        ({"scaler": 3}, "scaler must be a GradScaler, got 3"),
+        ({"probe": "a text"}, "probe must be a batch for the model"),
         ({"rules": [Rule("entropie", below=1.0)]}, "did you mean 'entropy'"),
         (
             {"rules": [Rule("self", above=0.9)]},
-            "'self' is not recorded, and the rule would never fire; Recorded are: entropy, entrop",
+            "'self' is not recorded, so the rule would never fire; Recorded statistics: entropy, e",
         ),
         (
             {"rules": [Rule("first", above=0.9)], "statistics": [hw.Entropy()]},
-            "Recorded are: entropy, entropy_share, max_logit; statistics=[…]",
+            "Recorded statistics: entropy, entropy_share, max_logit; add others with statistics",
         ),
         ({"rules": [Rule("probe/entropy", below=0.1)]}, "did you mean 'entropy'"),
         (
@@ -731,10 +734,10 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
             "did you mean 'max_logit'",
         ),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "SGD) holds none of the"),
-        ({"optimizer": 100}, "optimizer must be a torch.optim.Optimizer, got int; give the one"),
+        ({"optimizer": 100}, "optimizer must be a torch.optim.Optimizer, got int; pass the one"),
         (
             {"optimizer": torch.optim.lr_scheduler.StepLR(made()[1], 1)},
-            "got StepLR; give the one that trains the model (.optimizer of what was given).",
+            "got StepLR; pass the one that trains the model (its .optimizer attribute).",
         ),
     ],
 )
@@ -818,7 +821,10 @@ def test_an_optimizer_that_takes_no_hooks_is_refused_by_what_it_lacks() -> None:
     class DeepSpeeds:
         param_groups = optimizer.param_groups
 
-    with pytest.raises(ValueError, match="a DeepSpeeds, cannot be hooked; give no optimizer"):
+    with pytest.raises(
+        ValueError,
+        match="a DeepSpeeds, whose steps cannot be hooked; create the monitor without an optimizer",
+    ):
         hw.Monitor(model, DeepSpeeds())  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def test_jumps_are_in_robust_deviations_of_the_head_itself() -> None:
         ({"above": 1.0, "then": "panic"}, "then='panic'"),
         ({"above": float("nan")}, "above=nan: give a finite number"),
         ({"below": "0.1"}, "below='0.1': give a finite number"),
-        ({"above": 1.0, "steps": 2.5}, "whole numbers of steps ≥ 1"),
+        ({"above": 1.0, "steps": 2.5}, "steps must be an integer ≥ 1"),
     ],
 )
 def test_bad_rules_are_refused(settings: dict[str, Any], why: str) -> None:

@@ -44,8 +44,7 @@ def qk_clip_(
     the step. Call it after the optimizer's step. Weights and biases of the projections are scaled
     in place; the state of the optimizer (its moments) is not changed. On the same input a scaled
     head has γ times its scores, also with rotary positions. Terms added to the scores (ALiBi, a
-    bias) and
-    a softcap do not scale: the limit then holds for `scale · q·k` alone.
+    bias) and a softcap do not scale: the limit then holds for `scale · q·k` alone.
 
     Args:
         model: the watched model, with or without wrappers (`module.`, `_orig_mod.` and
@@ -58,23 +57,24 @@ def qk_clip_(
             hold float32 master weights, which are scaled too and rounded to the weights:
             `param.main_param`, `optimizer.state[param]` or `param_groups_master`.
         rule: `"query"` scales queries by γ, so that no other head changes. `"both"` scales queries
-            and keys by √γ each; a shared key is scaled by the smallest γ of its group and each
-            query by the rest, so that no head is scaled by more than its γ; other heads of the
-            group change by rounding alone.
+            and keys by √γ each; a key shared by a group is scaled by √ of its smallest γ and each
+            query by the remaining factor, so that each head is scaled by exactly its γ; other heads
+            of the group change by rounding alone.
 
+    Returns:
         γ by module name, `[H]` in float64, for modules with a scaled head.
 
     Raises:
         ValueError: maxima of sampled queries, or maxima that are not finite; normalized queries and
             keys; weights of an unknown layout, sharded by DeepSpeed, or in half precision without
-            an optimizer; module names or head counts that do not fit the model; an unknown rule; an
-            invalid optimizer. Nothing is scaled then.
+            an optimizer; module names or head counts that do not match the model; an unknown rule;
+            an invalid optimizer. No weight is scaled in these cases.
 
-        Modules that share weights are scaled once, by the smallest γ of each head. Ranks with
-        copies of a model must all clip by the maxima over all ranks, or the copies diverge.
+    Modules that share weights are scaled once, by the smallest γ of each head. Ranks with copies of
+    a model must all clip by the maxima over all ranks, or the copies diverge.
 
-    Under LoRA and DoRA (peft), base weights and adapters are scaled alike, so that the base has to
-    be saved as well, or merged. In joint attention of two streams (SD3), both are scaled.
+    With LoRA and DoRA (peft), base weights and adapters are both scaled, so the base must be saved
+    too, or the adapters merged. In joint attention of two streams (SD3), both are scaled.
 
     For multi-head latent attention (as named in transformers), `"query"` scales the rows of the
     head in `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on
@@ -98,7 +98,7 @@ def qk_clip_(
     call = check_model("qk_clip_", model).replace("…", f"…, limit={format_value(limit)}")
     ceiling = real(limit)
     if ceiling is None or not 0 < ceiling < math.inf:
-        raise ValueError(f"{call}: the limit must be a finite number above 0.")
+        raise ValueError(f"{call}: limit must be a finite number above 0.")
     if rule not in RULES:
         raise ValueError(f"{call}: there is no rule {rule!r}; there are: {', '.join(RULES)}.")
     if optimizer is not None:
@@ -143,8 +143,8 @@ def _maxima(
     """
     if not isinstance(seen, Watched | Mapping):
         raise ValueError(
-            f"{call}: seen is a {type(seen).__name__}; give what watch(model, MaxLogit()) gave, or "
-            f"a mapping from module names to largest scores [H]."
+            f"{call}: seen is a {type(seen).__name__}; pass the result of watch(model, MaxLogit()) "
+            f"or a mapping from module names to largest scores [H]."
         )
     if isinstance(seen, Watched):
         seen.must_not_be_empty()
@@ -152,21 +152,26 @@ def _maxima(
         raise ValueError(f"{call}: seen is empty; no attention was seen in this step.")
     if isinstance(seen, Watched) and seen.left_out:
         some = "; ".join(f"{name or 'the model'}: {why}" for name, why in seen.left_out.items())
-        warnings.warn(f"{call}: not clipped, as they were not seen: {some}", stacklevel=4)
+        warnings.warn(
+            f"{call}: these modules were not captured and are not clipped: {some}", stacklevel=4
+        )
     for name in seen:
         if isinstance(seen, Watched):
             largest = largest_of(seen[name], limit, call)
         else:
             largest = torch.as_tensor(seen[name])
         if largest.dim() != 1:
-            raise ValueError(f"{call}: of {name!r}, {list(largest.shape)}; give one number a head.")
+            raise ValueError(
+                f"{call}: the largest scores of {name!r} have shape {list(largest.shape)}; pass "
+                f"one number per head, [H]."
+            )
         largest = largest.detach().cpu().double()
         wrong = largest.isnan() | (largest == math.inf)
         if bool(wrong.any()):
             head = int(wrong.nonzero()[0])
             raise ValueError(
                 f"{call}: the largest score of head {head} in {name!r} is {float(largest[head])}; "
-                f"no factor can fix that; go back to a checkpoint."
+                f"scaling cannot fix this; restore an earlier checkpoint."
             )
         yield name, largest
 
@@ -181,10 +186,10 @@ def largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
     if not names:
         why = f"it holds {', '.join(module.statistics) or 'nothing'}"
         if "max_logit" in module.statistics:
-            why = "its maxima are those of some queries alone, and so too low"
+            why = "its maxima cover only sampled queries and may be too low"
         raise ValueError(
-            f"{call}: in {module.name!r} the largest scores are not known: {why}; watch with "
-            f"MaxLogit(), or with MaxLogit(above={limit:g}), which looks at all queries always."
+            f"{call}: the exact largest scores of {module.name!r} were not recorded: {why}; watch "
+            f"with MaxLogit(), or with MaxLogit(above={limit:g}), which always covers all queries."
         )
     if module.running is not None:
         return module.running[names[0]]
@@ -240,16 +245,16 @@ class _WeightsFinder:
         return self._bare[bare]
 
     def weights_of(self, name: str, heads: int) -> tuple[_ClippedWeights, slice]:
-        """Return the weights of queries and keys of a module, and which of their heads it has.
+        """Return the query and key weights of a module, and the slice of their heads that it uses.
 
-        They may belong to a module around it, if the module itself only attends.
+        They may belong to a parent module, if the module itself has no projections.
         """
         module = self.module(name)
         at = f"{self.call}: in {name!r} ({type(module).__name__})"
         if isinstance(known := number_of_heads(module), int) and known != heads:
-            fault = f"{at}: there are {heads} largest scores, and {known} heads."
+            fault = f"{at}: got {heads} largest scores for {known} heads."
             if any(map(_over_ranks, module.parameters())):
-                fault += " Give those of all ranks: hw.parallel.largest_logits(seen)."
+                fault += " Pass those of all ranks: hw.parallel.largest_logits(seen)."
             raise ValueError(fault)
         _check_norms(module, at)
         if getattr(module, "head_shard", None) is not None:
@@ -271,8 +276,8 @@ class _WeightsFinder:
                     map(_over_ranks, (parameters[n] for n in projections.queries))
                 ):
                     raise ValueError(
-                        f"{at}: its weights are sharded, and it does not say how many heads it "
-                        f"has: those that were seen may be some of them."
+                        f"{at}: its weights are sharded and its number of heads is unknown; the "
+                        f"captured heads may not be all of them."
                     )
                 alone = [id(parameters[n]) in own for n in projections.queries]
                 first = _first_head(alone, projections.num_heads, heads, at)
@@ -328,12 +333,12 @@ def _first_head(own: list[bool], total: int, heads: int, at: str) -> int:
         return 0
     if heads == 1 and any(own):
         return own.index(True)
-    raise ValueError(f"{at}: there are {heads} largest scores, and {total} heads.")
+    raise ValueError(f"{at}: got {heads} largest scores for {total} heads.")
 
 
 _NORMED = (
-    "queries and keys are normalised after their projection, so that the scale of its weights "
-    "changes no score; the norms' own weights bound the scores there."
+    "queries and keys are normalised after their projection, so scaling the projection does not "
+    "change the scores; the weights of the norms bound them."
 )
 
 
@@ -354,7 +359,7 @@ def _check_norms(module: nn.Module, at: str) -> None:
     parts = [n for n, m in module.named_modules() if not isinstance(m, nn.Identity)]
     parts += [n for n, _ in module.named_parameters()]
     if norm := next((n for n in parts if _NORM.search(n.rpartition(".")[2])), None):
-        raise ValueError(f"{at}: by {norm!r}, {_NORMED}")
+        raise ValueError(f"{at}: {norm!r} is a norm: {_NORMED}")
 
 
 def _check_weights(
@@ -367,25 +372,25 @@ def _check_weights(
         parameter = parameters[name]
         if any(hasattr(parameter, x) for x in ("ds_id", "_hp_mapping")):
             raise ValueError(
-                f"{at}: {name} is sharded by DeepSpeed; whole weights are scaled, and PyTorch's "
-                f"DTensors (FSDP2, hw.parallel.plan)."
+                f"{at}: {name} is sharded by DeepSpeed, which is not supported; unsharded weights "
+                f"and PyTorch's DTensors (FSDP2, hw.parallel.plan) are."
             )
         if parameter.dtype.itemsize < 2 or not parameter.is_floating_point():
             raise ValueError(f"{at}: {name} is {parameter.dtype}; it cannot be scaled in place.")
     of_keys = {id(parameters[name]) for name in projections.keys if name not in projections.queries}
     if of_keys & {id(parameters[name]) for name in projections.queries}:
-        raise ValueError(f"{at}: one weight makes queries and keys, so that it scales both.")
+        raise ValueError(f"{at}: queries and keys share a weight, so scaling it would scale both.")
 
 
 def _check_disjoint(shared: Mapping[tuple[int, ...], _ClippedWeights], call: str) -> None:
-    """Raise ValueError where layers share some of their weights and not the rest."""
+    """Raise ValueError if layers share only some of the scaled weights."""
     owner: dict[int, tuple[int, ...]] = {}
     for key in shared:
         for one in key:
             if owner.setdefault(one, key) != key:
                 raise ValueError(
-                    f"{call}: two modules share some of the weights that are to be scaled, and "
-                    f"not all; each would be scaled by what the other needs."
+                    f"{call}: two modules share some but not all of the weights to be scaled; "
+                    f"scaling one module would also scale the other."
                 )
 
 
@@ -393,17 +398,17 @@ def _check_disjoint(shared: Mapping[tuple[int, ...], _ClippedWeights], call: str
 
 
 def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | None:
-    """The float32 copy of a weight of less, that its optimizer steps; `None` where it is its own.
+    """Return the float32 master of a half-precision weight; `None` if the optimizer has none.
 
     Raises:
-        ValueError: there may be one, and no optimizer was given.
+        ValueError: the weight is in half precision and no optimizer was given.
     """
     if parameter.dtype.itemsize >= 4:
         return None
     if optimizer is None:
         raise ValueError(
-            f"{call}: there are weights in {parameter.dtype}; their optimizer may hold float32 "
-            f"masters that would undo the clip at its next step; give optimizer=…."
+            f"{call}: the weights are {parameter.dtype}; their optimizer may hold float32 master "
+            f"weights that would undo the clip at its next step; pass optimizer=…."
         )
     state = getattr(optimizer, "state", None)
     kept = state.get(parameter) if isinstance(state, Mapping) else None
@@ -424,8 +429,8 @@ def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | N
     step = torch.finfo(parameter.dtype).eps
     warnings.warn(
         f"{call}: no float32 master of {parameter.dtype} weights was found in "
-        f"{type(optimizer).__name__}; they are scaled themselves, which rounds γ to steps of "
-        f"{step:.2g}: a head may stay above the limit by that share.",
+        f"{type(optimizer).__name__}; the weights are scaled directly, which rounds γ to steps of "
+        f"{step:.2g}: a head may stay above the limit by this fraction.",
         stacklevel=4,
     )
     return None

@@ -17,7 +17,7 @@ from ..stats.record import Reading, forms_of, side_by_side
 
 Array = npt.NDArray[np.float64]
 Heads = Mapping[str, int]
-"""How many heads each layer has, in order: those of the first layer come first."""
+"""The number of heads of each layer, in the order of the layers."""
 
 MEAN, MAXIMUM = "mean", "maximum"
 FIELDS = {MEAN: ("count", "sum", "squares", "error"), MAXIMUM: ("maximum",)}
@@ -70,7 +70,7 @@ def _sums_of(reading: Reading) -> Tensor:
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Merge two: maxima, or sums with squares about the common mean (Chan et al. 1979).
+    """Merge the sums or maxima of two samples, squares about the common mean (Chan et al. 1979).
 
     >>> some, more = torch.tensor([[2.0], [6], [2], [0]]), torch.tensor([[1.0], [9], [0], [0]])
     >>> merged(some, more).flatten().tolist()  # 2, 4 and 9
@@ -125,7 +125,7 @@ class HeadMetrics:
         )
 
     def wide(self, heads: int) -> HeadMetrics:
-        """Return the same with missing values for the heads of later layers."""
+        """Return the same metrics, with missing values for the heads of later layers."""
         missing = heads - self.data.shape[1]
         empty = -math.inf if self.kind == MAXIMUM else 0.0
         data = np.pad(self.data, ((0, 0), (0, missing)), constant_values=empty)
@@ -147,5 +147,5 @@ class HeadMetrics:
 
 
 def nothing(rows: int, heads: int) -> Tensor:
-    """Return the sums `[rows, heads]` of heads without any call."""
+    """Return the sums `[rows, heads]` of heads that were not called."""
     return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)

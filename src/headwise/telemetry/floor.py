@@ -24,21 +24,21 @@ class EntropyFloor:
     """Penalize heads whose mean entropy is below a floor: `strength · Σ_h relu(floor − H_h)`.
 
     `H_h` is the mean entropy of head h, in nats, over batch and valid queries of all its calls.
-    Use it as a context manager around each forward pass. Then `loss` is the term, a scalar with a
-    graph, and `entropies` are the means. The output of the model does not change.
+    Use it as a context manager around each forward pass. `loss` is then the term, a differentiable
+    scalar, and `entropies` holds the means. The output of the model does not change.
 
-    With activation checkpointing (`use_reentrant=False`), call `backward()` in the block too.
+    With activation checkpointing (`use_reentrant=False`), call `backward()` inside the block too.
 
     Args:
-        model: any module that `watch` takes.
-        floor: in nats, above 0; uniform attention to n keys has log n.
+        model: any module that `watch` supports.
+        floor: the entropy in nats, above 0; uniform attention to n keys has log n.
         strength: the factor of the term.
-        queries: sample so many queries of every call, anew each time, which is cheaper.
+        queries: the number of queries to sample in every call, which is cheaper. Default: all.
         modules: the modules to include, as in `watch()`.
 
     Raises:
-        ValueError: a floor or strength that is not a finite number above 0; `loss` of a model that
-            was not called; errors of `watch(gradients=True)`.
+        ValueError: `floor` or `strength` is not a finite number above 0; `loss` is read before the
+            model was called; errors of `watch(gradients=True)`.
 
     >>> import torch, headwise as hw
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
@@ -65,7 +65,8 @@ class EntropyFloor:
         for name, value in (("floor", floor), ("strength", strength)):
             if not 0 < (real(value) or 0.0) < math.inf:
                 raise ValueError(
-                    f"{self._call}: {name}={format_value(value)} is no number above 0."
+                    f"{self._call}: {name} must be a finite number above 0, "
+                    f"got {format_value(value)}."
                 )
         self.model, self.queries, self.modules = model, queries, modules
         self._watching: AbstractContextManager[Watched] | None = None
@@ -74,7 +75,7 @@ class EntropyFloor:
 
     def __enter__(self) -> EntropyFloor:
         if self._watching is not None:
-            raise ValueError(f"{self._call}: it is entered already; leave it first.")
+            raise ValueError(f"{self._call}: it is already entered; exit it first.")
         refuse_compiled("EntropyFloor", self.model)
         self._watching = watch(
             self.model,
@@ -98,7 +99,7 @@ class EntropyFloor:
         """The mean entropy of each head by module, in nats, with its graph; NaN if undefined.
 
         Raises:
-            ValueError: it was not entered, or no attention was seen.
+            ValueError: it was not entered, or no attention was captured.
         """
         return {n: mean.masked_fill(of == 0, math.nan) for n, (mean, of) in self._means().items()}
 
@@ -107,7 +108,7 @@ class EntropyFloor:
         """The term to add to the loss. Heads without a valid query are left out.
 
         Raises:
-            ValueError: as `entropies`.
+            ValueError: as for `entropies`.
         """
         under = [
             torch.where(count > 0, F.relu(self.floor - mean), 0.0).sum()
@@ -132,5 +133,5 @@ class EntropyFloor:
 
 def _rows_of(reading: Reading) -> Tensor:
     """Return the valid queries, `[B, H, T]`."""
-    assert reading.rows is not None  # an entropy is that of a query
+    assert reading.rows is not None  # one entropy per query
     return reading.rows.expand(reading.values.shape)

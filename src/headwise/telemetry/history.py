@@ -1,4 +1,4 @@
-"""`History`: the recorded metrics of the heads of a training, in one SQLite file."""
+"""`History`: the metrics of all heads recorded during training, in one SQLite file."""
 
 from __future__ import annotations
 
@@ -48,21 +48,20 @@ CREATE TABLE alarms (
 """
 _SCALARS = """CREATE TABLE IF NOT EXISTS scalars (
     step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name));"""
-"""The table that earlier files lack; NULL stands for NaN."""
+"""A table that files of earlier versions lack; NULL stands for NaN."""
 
 Scalar = tuple[int, str, float]
-"""A number of a step, such as its loss: the step, the name and the value."""
+"""A scalar of a step, such as its loss: the step, the name and the value."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Series(Brief):
     """A metric over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
 
-    N counts the heads of all layers, as in `History.heads`. Values are means or, depending on
-    `kind`,
-    maxima: NaN for heads that were not captured, infinite if not finite. `errors` are the standard
-    errors of sampled means, 0 for exact ones. `sampled` `[n]` is True for steps with sampled
-    queries.
+    N counts the heads of all layers, as in `History.heads`. Values are means or maxima, depending
+    on `kind`: NaN for heads that were not captured, infinite if not finite. `errors` are the
+    standard errors of sampled means, 0 for exact ones. `sampled` `[n]` is True for steps with
+    sampled queries.
     """
 
     kind: str
@@ -73,10 +72,10 @@ class Series(Brief):
 
 
 class History:
-    """The recorded metrics of a training, in one SQLite file; it can be read during the training.
+    """The metrics recorded during training, in one SQLite file that can be read at any time.
 
     For every step and statistic the file holds sums, squares and counts of each head, or maxima, so
-    that batches of unequal padding merge exactly. A `History` only reads; `Monitor` writes.
+    that batches with unequal padding merge exactly. A `History` only reads; `Monitor` writes.
 
     Args:
         path: the file.
@@ -104,17 +103,17 @@ class History:
             raise FileNotFoundError(f"History({str(path)!r}): there is no such file.")
         self._file = _File(self.path, write=False)
 
-    # ── what it holds ───────────────────────────────────────────────────────────────────────────
+    # ── contents ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def about(self) -> dict[str, Any]:
-        """Versions and settings of the monitor that wrote it."""
+        """The versions and settings of the monitor that wrote the file."""
         rows = self._file.read("SELECT name, value FROM about ORDER BY name")
         return {name: json.loads(value) for name, value in rows}
 
     @property
     def unavailable(self) -> dict[str, dict[str, str]]:
-        """Return the reasons why layers lack metrics: `unavailable[layer][metric]`."""
+        """The reasons why layers lack metrics: `unavailable[layer][metric]`."""
         return self.about.get("unavailable", {})
 
     @property
@@ -124,7 +123,7 @@ class History:
 
     @property
     def heads(self) -> list[tuple[str, int]]:
-        """The layer and the number of each head, in the order of the axis N."""
+        """The layer and the index of each head, in the order of the axis N."""
         return [(layer, head) for layer, heads in self.layers.items() for head in range(heads)]
 
     @property
@@ -151,7 +150,7 @@ class History:
 
     @property
     def scalars(self) -> dict[str, dict[int, float]]:
-        """The numbers of steps that `Monitor.log` was given, and the learning rate.
+        """The scalars passed to `Monitor.log`, and the learning rate, by name and step.
 
         `scalars["loss"][40]` is the loss of step 40.
         """
@@ -166,14 +165,14 @@ class History:
         """Return a metric over all recorded steps.
 
         Raises:
-            KeyError: it was not recorded; the message lists the recorded ones.
+            KeyError: the metric was not recorded; the message lists the recorded ones.
         """
         heads = sum(self.layers.values())  # first, so that no metric has more heads
         rows = [(step, figures.wide(heads)) for step, name, figures in self._rows(statistic, heads)]
         if not rows:
             known = ", ".join(self.statistics) or "nothing yet"
             why = next((r[statistic] for r in self.unavailable.values() if statistic in r), "")
-            said = f"was not recorded{f', as {why}' if why else ''}"
+            said = f"was not recorded{f', because {why}' if why else ''}"
             raise KeyError(f"{statistic!r} {said}; there are: {known}")
         kinds = rows[-1][1].kind
         rows = [(step, figures) for step, figures in rows if figures.kind == kinds]
@@ -213,10 +212,10 @@ class History:
     # ── tables ──────────────────────────────────────────────────────────────────────────────────
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Return a table by columns: `step`, `layer`, `head`, `module`, and each metric.
+        """Return a table as columns: `step`, `layer`, `head`, `module`, and each metric.
 
-        It has a row for each recorded step and head, as `Watched.table()`. `<name>_se` is the
-        standard error of sampled means; NaN if a metric was not recorded.
+        It has a row for each recorded step and head, like `Watched.table()`. `<name>_se` is the
+        standard error of sampled means. A metric that was not recorded is NaN.
         """
         heads, steps = self.heads, np.array(self.steps, dtype=np.int64)
         numbers = {module: layer for layer, module in enumerate(self.layers)}
@@ -249,14 +248,14 @@ class History:
         Raises:
             ImportError: pyarrow is not installed.
             OSError: the folder does not exist.
-            ValueError: the suffix is that of another format, such as `.csv`.
+            ValueError: the path has the suffix of another format, such as `.csv`.
         """
         try:
             import pyarrow  # pyright: ignore[reportMissingImports]
             from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError(
-                "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or take "
+                "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or use "
                 "history.columns()"
             ) from None
         check_suffix(Path(path), "a Parquet file", (".parquet",))
@@ -277,22 +276,22 @@ class History:
 
 
 def _spread(values: Array, place: npt.NDArray[np.int64], steps: int) -> Array:
-    """Place the rows of a series at its steps among all steps; return them flat."""
+    """Return the rows of a series, flat, with NaN at the steps that it lacks."""
     whole = np.full((steps, values.shape[1]), np.nan)
     whole[place] = values
     return whole.ravel()
 
 
 class HistoryWriter:
-    """Write a `History`, each step whole or not at all.
+    """Write a `History`; each step is written completely or not at all.
 
     Args:
         path: the file; it is created if missing.
-        after: the number of steps done before; later steps in the file are replaced.
+        after: the number of steps already completed; later steps in the file are replaced.
 
     Raises:
         OSError: the file cannot be created.
-        ValueError: a file of another kind, or the suffix of another format, such as `.csv`.
+        ValueError: the file is not a history, or has the suffix of another format, such as `.csv`.
     """
 
     def __init__(self, path: str | os.PathLike[str], after: int, about: Mapping[str, Any]) -> None:
@@ -311,7 +310,7 @@ class HistoryWriter:
         """Write all steps again if the file was deleted or replaced; return True if so.
 
         Raises:
-            sqlite3.Error, OSError, ValueError: as `write()`; the next call tries again.
+            sqlite3.Error, OSError, ValueError: as for `write()`; the next call tries again.
         """
         self._lost = self._lost or self._file.lost()
         if self._lost is None:
@@ -337,19 +336,21 @@ class HistoryWriter:
         unavailable: Mapping[str, Mapping[str, str]] | None = None,
         scalars: Sequence[Scalar] = (),
     ) -> None:
-        """Add records, with the alarms of each, and scalars, in one transaction.
+        """Add records with their alarms, and scalars, in one transaction.
 
         `unavailable` has the reasons for missing metrics, by layer and metric.
 
         Raises:
             sqlite3.Error, OSError: the disk is full, the file is locked or missing.
-            ValueError: another monitor writes into the file.
+            ValueError: another monitor is writing to the file.
         """
         with self._file.transaction() as file:
             self._take_over(file)
             held = list(file.execute("SELECT name, heads FROM layers ORDER BY place"))
             if held != list(layers.items())[: len(held)]:
-                raise ValueError(f"{self.path}: it holds other layers or heads than this model's")
+                raise ValueError(
+                    f"{self.path}: its layers or heads differ from those of this model"
+                )
             new = list(enumerate(layers.items()))[len(held) :]
             file.executemany(
                 "INSERT INTO layers VALUES (?, ?, ?)", [(n, *layer) for n, layer in new]
@@ -389,7 +390,7 @@ class HistoryWriter:
         writer = file.execute("SELECT value FROM about WHERE name = 'writer'").fetchone()
         own = writer == (json.dumps(self._about["writer"]),)
         if writer and not own and self._after is None:
-            raise ValueError(f"{self.path}: another monitor has begun to write into it")
+            raise ValueError(f"{self.path}: another monitor has started writing to it")
         return own
 
     def close(self) -> None:
@@ -408,7 +409,7 @@ _COLUMNS = {"about": 2, "layers": 3, "figures": 6, "alarms": 6, "scalars": 3}
 """The number of columns of each table."""
 
 _SMALL = 1 << 12
-"""The size in bytes below which numbers are not compressed, as that takes longer than writing."""
+"""The size in bytes below which data is not compressed, as that takes longer than writing."""
 
 
 class _File:
@@ -427,10 +428,10 @@ class _File:
                 file.close()
 
     def _connect(self) -> sqlite3.Connection:
-        """Open the file; create its tables if it has none and is written.
+        """Open the file; when writing, create missing tables.
 
         Raises:
-            ValueError: a file of another kind.
+            ValueError: the file is not a history.
         """
         mode = "rwc" if self.write else "ro"
         file = sqlite3.connect(
@@ -443,7 +444,9 @@ class _File:
         try:
             mark, version, tables = _kind(file)
             if (mark, version) != (_MARK, _VERSION) and (mark or tables):
-                raise ValueError(f"{self.path}: not a history that this version of headwise reads")
+                raise ValueError(
+                    f"{self.path}: not a history that this version of headwise can read"
+                )
             if self.write:
                 mode = "DELETE" if is_remote(self.path) else "WAL"
                 file.execute(f"PRAGMA journal_mode = {mode}")
@@ -471,7 +474,7 @@ class _File:
         self._open, self._place = (os.getpid(), file), self.path.stat()
 
     def lost(self) -> sqlite3.Connection | None:
-        """Return a copy in memory of a file that is no longer at its path; `None` if it is there.
+        """Return an in-memory copy of a file that is no longer at its path; `None` if it still is.
 
         The connection is closed: two files at one path would share SQLite's auxiliary files.
         """
@@ -489,7 +492,7 @@ class _File:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection in a transaction that is committed at the end, or rolled back."""
+        """Yield a connection in a transaction; commit it at the end, or roll back on an error."""
         with self._lock:
             if self._open is None or self._open[0] != os.getpid():
                 self._hold(self._connect())
@@ -537,7 +540,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def is_remote(path: Path) -> bool:
-    """Return True if a file is on a network file system, or on one served by a program (FUSE).
+    """Return True if a file is on a network file system or a FUSE file system.
 
     SQLite's write-ahead log requires shared memory between all readers, which two machines do not
     have. Detected on Linux, and for network names on Windows; elsewhere a file counts as local.
@@ -549,7 +552,7 @@ def is_remote(path: Path) -> bool:
 
 
 def _is_remote(path: str, mounts: str) -> bool:
-    """Return the same from the lines of `/proc/self/mountinfo` (proc(5)).
+    """Return True if a path is on a remote mount, by `/proc/self/mountinfo` (proc(5)).
 
     >>> mounts = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\\n2 1 0:5 / /a\\\\040b rw - nfs4 host:/a rw"
     >>> _is_remote("/a b/heads.sqlite", mounts), _is_remote("/a/heads.sqlite", mounts)
@@ -560,6 +563,6 @@ def _is_remote(path: str, mounts: str) -> bool:
         before, _, after = line.partition(" - ")
         place = before.split()[4].encode().decode("unicode_escape")
         inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= longest:  # the later of two mounts in one place is on top
+        if inside and len(place) >= longest:  # of two mounts at one path, the later is on top
             longest, kind = len(place), after.split()[0]
     return kind in _REMOTE or kind.startswith("fuse")

@@ -1,4 +1,4 @@
-"""`Monitor`: record statistics of every head during training, every so many steps."""
+"""`Monitor`: record statistics of every head during training, at regular steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PATIENCE = 3
 
 
 class _OutputSize(Statistic):
-    """Length of each head's output `[B, H, T]`, before the output projection."""
+    """The norm of each head's output `[B, H, T]`, before the output projection."""
 
     names = raw = ("output_norm",)
     needs = MappingProxyType({"output_norm": OutputLength()})
@@ -62,7 +62,7 @@ DEFAULT_STATISTICS: tuple[Statistic, ...] = (
 
 
 class StopTraining(Exception):
-    """A rule stops the training, after `save=` was called. `alarms` names the heads."""
+    """Raised when a rule stops training, after `save=` was called. `alarms` names the heads."""
 
     def __init__(self, alarms: Sequence[Alarm]) -> None:
         super().__init__("; ".join(map(str, alarms)))
@@ -70,18 +70,18 @@ class StopTraining(Exception):
 
 
 class Monitor:
-    """Record statistics of every head during training, and name heads that go wrong.
+    """Record statistics of every head during training, and raise alarms for unhealthy heads.
 
-    With an optimizer nothing else is needed: the monitor hooks `optimizer.step()`.
-    Without one, call `monitor.step()` after `optimizer.step()`. Step 1 and every `every`-th step
-    are recorded, with all micro-batches; evaluation in between is not. A monitored training
-    computes the same numbers, bit for bit. Compiled models stay compiled and are compiled once more
-    for recorded steps; if attention cannot be captured in a graph, recorded steps run eagerly, with
-    different rounding. Errors in recording cause one warning each.
+    With an optimizer nothing else is needed: the monitor hooks `optimizer.step()`. Without one,
+    call `monitor.step()` after `optimizer.step()`. Step 1 and every `every`-th step are recorded,
+    with all micro-batches; evaluation in between is not. Monitoring does not change the results of
+    training, bit for bit. Compiled models stay compiled and are compiled once more for recorded
+    steps; if attention cannot be captured in a graph, recorded steps run eagerly, with different
+    rounding. Errors in recording cause one warning each and do not stop training.
 
     In distributed training every rank creates a monitor with the same settings. Metrics cover the
     data and heads of all ranks, rank 0 writes the history, and all ranks clip by the global maxima;
-    only `maxima` are those of one rank.
+    only `maxima` are local to each rank.
 
     Maxima (`max_logit`, norms) are exact, over all queries. Other statistics use `queries` sampled
     queries of each call and have standard errors. A metric that is unavailable in a layer (norms,
@@ -89,10 +89,10 @@ class Monitor:
     reason.
 
     Args:
-        model: any module that `watch()` takes, also in wrappers (DDP, `torch.compile`).
-        optimizer: the optimizer of the training; its steps are hooked.
-        every: record every so many steps.
-        queries: sampled queries of each call, for statistics that are means; `None` for all.
+        model: any module that `watch()` supports, also in wrappers (DDP, `torch.compile`).
+        optimizer: the optimizer that trains the model; its steps are hooked.
+        every: the number of steps from one recorded step to the next.
+        queries: the number of queries sampled in each call, for means; `None` for all.
         statistics: the statistics to record; by default entropy, the attention to the first and the
             previous token, the norm of head outputs, the largest logit, and norms of queries and
             keys.
@@ -105,17 +105,18 @@ class Monitor:
         probe: a batch for the model, or a function that runs the model on one. It is recorded in
             evaluation mode, as `probe/entropy` and so on.
         scaler: the `GradScaler`; steps that it skips are not counted.
-        step: the number of steps done before; later steps in the history are replaced.
-        overwrite: a training from step 0 may replace the steps in the history.
+        step: the number of steps already completed; later steps in the history are replaced.
+        overwrite: allow a run that starts at step 0 to replace the steps in the history.
         save: called before a rule with `then="stop"` raises `StopTraining`.
         modules: the modules to record, as in `watch()`.
         seed: the seed of sampled queries.
 
     Raises:
         ValueError: a setting is out of range; a rule needs a metric that is not recorded; the
-            optimizer holds none of the model's parameters; the history has steps and `step=0`.
+            optimizer holds none of the model's parameters; the history has steps, `step` is 0 and
+            `overwrite` is False.
         OSError: the history cannot be created at this path.
-        StopTraining: raised at the end of a step, if a rule stops the training.
+        StopTraining: raised at the end of a step, if a rule stops training.
 
     >>> import torch, headwise as hw
     >>> model = hw.MultiHeadAttention(24, num_heads=3)
@@ -188,7 +189,7 @@ class Monitor:
         self.resume()
 
     def _hook_optimizer(self, call: str, optimizer: torch.optim.Optimizer) -> Any:
-        """Hook the steps of the optimizer, which keeps the monitor alive."""
+        """Hook the steps of the optimizer; the hook keeps the monitor alive."""
         return hook_steps(call, optimizer, self._stepped)
 
     def _about(self) -> dict[str, Any]:
@@ -208,36 +209,36 @@ class Monitor:
     def step(self) -> list[Alarm]:
         """End a training step; call it after `optimizer.step()`. Return new alarms.
 
-        With a scaler, after `scaler.step(optimizer)`, before `scaler.update()` or after it.
+        With a scaler, call it after `scaler.step(optimizer)`, before or after `scaler.update()`.
 
         Raises:
-            ValueError: the monitor has an optimizer, whose steps it hooks.
-            StopTraining: a rule says so.
+            ValueError: the monitor has an optimizer and hooks its steps.
+            StopTraining: a rule with `then="stop"` raised an alarm.
         """
         if self._optimizer is not None:
             raise ValueError(
-                "monitor.step(): Monitor(model, optimizer) hooks the steps of its optimizer "
-                "itself; leave this call out, or give no optimizer."
+                "monitor.step(): Monitor(model, optimizer) already hooks the optimizer's steps; "
+                "leave this call out, or create the monitor without an optimizer."
             )
         skipped = skipped_since_update(self._scaler)
-        fell = self._scale_fell()  # before `update()`, for a step that was skipped already
+        fell = self._scale_fell()  # before `update()`: the step was already skipped
         return self.skip() if (fell if skipped is None else skipped) else self._end()
 
     @outside_graphs
     def log(self, *, step: int | None = None, **scalars: float | Tensor) -> None:
-        """Add numbers of the current step to the history, such as `loss=loss`.
+        """Add scalars of the current step to the history, such as `loss=loss`.
 
-        Call it before the step ends; of several calls with one name, the last counts. Tensors are
+        Call it before the step ends; if a name is logged twice, the last value is kept. Tensors are
         copied to the host at the next recorded step, all together. The learning rate of the
-        optimizer's first group is recorded without this. Under data parallelism the numbers of the
-        first rank are kept.
+        optimizer's first group is recorded automatically. Under data parallelism only the scalars
+        of rank 0 are kept.
 
         Args:
-            step: the step that they belong to; by default the one that has not ended yet.
+            step: the step that they belong to. Default: the current step.
             scalars: floats, or tensors of one element, by name.
 
         Raises:
-            ValueError: a value that is no number.
+            ValueError: a value is not a number.
         """
         if not is_first():
             return
@@ -249,20 +250,20 @@ class Monitor:
                 kept[name] = number
             else:
                 raise ValueError(
-                    f"monitor.log({name}={format_value(value)}): give a number, or a tensor of one "
-                    f"element."
+                    f"monitor.log({name}={format_value(value)}): {name} must be a number or a "
+                    f"tensor of one element."
                 )
         self._recorder.log(self.steps + 1 if step is None else step, kept)
 
     def skip(self) -> list[Alarm]:
-        """Discard the forwards since the last step: the optimizer skipped it."""
+        """Discard the forwards since the last step, when the optimizer skipped its step."""
         self._capture.clear()
         self._last_maxima = {}
         return []
 
     @outside_graphs
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """End a step of the optimizer; a GradScaler may have made a fused one do nothing."""
+        """End a step of the optimizer; a GradScaler may have skipped a fused step."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             self.skip()
@@ -298,7 +299,7 @@ class Monitor:
         return alarms
 
     def _due(self, step: int) -> bool:
-        """Return True if a step is recorded, as is one after an empty step."""
+        """Return True if a step is recorded; the step after an empty one is recorded too."""
         return step == 1 or step % self.every == 0 or 0 < self._missed < _PATIENCE
 
     def _wanted(self, step: int) -> StepNeeds | None:
@@ -337,14 +338,14 @@ class Monitor:
         self._paused = True
         self._capture.close()
 
-    # ── what is seen ────────────────────────────────────────────────────────────────────────────
+    # ── captured ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def maxima(self) -> dict[str, Tensor]:
         """The exact largest logits `[H]` of all micro-batches since the last step, by module.
 
-        After a step and before the next forward, those of that step. Recorded at every step with
-        `maxima=True`, else at steps that record `max_logit`; empty at others.
+        Between a step and the next forward, they are those of that step. They are recorded at every
+        step with `maxima=True`, else at steps that record `max_logit`; empty at other steps.
         """
         live = self._capture.maxima if self._capture.forwards else self._last_maxima
         return {plain_name(self.model, name): x for name, x in live.items()}
@@ -429,7 +430,7 @@ class Monitor:
             qk_clip_(self.model, own, limit=limit, optimizer=self._optimizer)
 
     def _act(self, alarms: Sequence[Alarm]) -> None:
-        """Warn, call functions, or stop, as required by the rules of these alarms."""
+        """Warn, call a function, or stop training, as the rule of each alarm requires."""
         then = {rule.name: rule.then for rule in self._rules}
         for rule in self._rules:
             messages = [str(alarm) for alarm in alarms if alarm.rule == rule.name]
@@ -458,7 +459,7 @@ class Monitor:
 
     @outside_graphs
     def close(self) -> None:
-        """Stop capturing and close the history; model and optimizer are left as they were."""
+        """Stop capturing and close the history; remove the hooks from model and optimizer."""
         self.pause()
         if self._hook is not None:
             self._hook.remove()
@@ -494,7 +495,9 @@ def _check_lists(call: str, **given: object) -> None:
     """Raise ValueError for a value that is not a list."""
     for name, value in given.items():
         if not isinstance(value, Iterable):
-            raise ValueError(f"{call}: {name}={value!r:.80}: give a list of {name}, also of one.")
+            raise ValueError(
+                f"{call}: {name} must be a list, also for a single element, got {value!r:.80}."
+            )
 
 
 def _check(
@@ -508,22 +511,24 @@ def _check(
 ) -> None:
     """Raise ValueError for a setting that is out of range."""
     if (as_int(every) or 0) < 1:
-        raise ValueError(f"{call}: every={every!r}: give a whole number of steps, 1 or more.")
+        raise ValueError(f"{call}: every must be an integer ≥ 1, got {every!r}.")
     if queries is not None and (as_int(queries) or 0) < 2:
         raise ValueError(
-            f"{call}: queries={queries!r}: give a whole number, 2 or more, so that there is a "
-            f"standard error; None for all queries."
+            f"{call}: queries must be an integer ≥ 2 (a standard error requires two), or None for "
+            f"all queries, got {queries!r}."
         )
     if (number := as_int(step)) is None or number < 0:
-        raise ValueError(f"{call}: step={step!r}: give the number of steps done before.")
+        raise ValueError(
+            f"{call}: step must be the number of completed steps, an integer ≥ 0, got {step!r}."
+        )
     if as_int(seed) is None:
-        raise ValueError(f"{call}: seed={seed!r}: give a whole number.")
+        raise ValueError(f"{call}: seed must be an integer, got {seed!r}.")
     if clip is not None and not (real(clip) or 0.0) > 0:
-        raise ValueError(f"{call}: clip={clip!r}: give a limit for logits, above 0.")
+        raise ValueError(f"{call}: clip must be a limit for logits above 0, got {clip!r}.")
     check_statistics(statistics, "Monitor")
     names = [name for statistic in statistics for name in statistic.names]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{call}: {twice[0]!r} is given twice; leave one out.")
+        raise ValueError(f"{call}: statistic {twice[0]!r} is given twice; remove one.")
 
 
 def _check_kinds(call: str, probe: Any, scaler: Any, save: Any, **flags: Any) -> None:
@@ -531,13 +536,15 @@ def _check_kinds(call: str, probe: Any, scaler: Any, save: Any, **flags: Any) ->
     if fault := fault_of_flags(**flags):
         raise ValueError(f"{call}: {fault}.")
     if not (save is None or callable(save)):
-        raise ValueError(f"{call}: save={save!r:.80}: give a function that saves the training.")
+        raise ValueError(
+            f"{call}: save must be a function that saves a checkpoint, got {save!r:.80}."
+        )
     if not (scaler is None or hasattr(scaler, "get_scale")):
-        raise ValueError(f"{call}: scaler={scaler!r:.80}: give a GradScaler.")
+        raise ValueError(f"{call}: scaler must be a GradScaler, got {scaler!r:.80}.")
     if not (isinstance(probe, Tensor | Mapping | tuple | list | None) or callable(probe)):
         raise ValueError(
-            f"{call}: probe={probe!r:.80}: give a batch as the model takes it (a tensor, a dict or "
-            f"a tuple), or a function of the model."
+            f"{call}: probe must be a batch for the model (a tensor, a dict or a tuple) or a "
+            f"function of the model, got {probe!r:.80}."
         )
 
 
@@ -552,30 +559,30 @@ def _recorded(statistics: Sequence[Statistic], probed: bool) -> Collection[str]:
 def _check_rules(call: str, rules: Sequence[Rule], recorded: Collection[str], saves: bool) -> None:
     """Raise ValueError for rules that cannot fire, cannot save, or share a name."""
     if odd := [one for one in rules if not isinstance(one, Rule)]:
-        raise ValueError(f"{call}: rules=[{odd[0]!r:.80}]: that is no Rule; give Rule(…).")
+        raise ValueError(f"{call}: rules must contain Rule(…) objects, got {odd[0]!r:.80}.")
     for rule in rules:
         if rule.statistic not in recorded:
             near = get_close_matches(rule.statistic, recorded, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise ValueError(
                 f"{call}: rules=[Rule({rule.statistic!r}, …)]: {rule.statistic!r} is not recorded, "
-                f"and the rule would never fire; {hint}Recorded are: "
-                f"{', '.join(recorded)}; statistics=[…] sets which."
+                f"so the rule would never fire; {hint}Recorded statistics: "
+                f"{', '.join(recorded)}; add others with statistics=[…]."
             )
     names = [rule.name for rule in rules]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{call}: two rules are called {twice[0]!r}; give one a name=….")
+        raise ValueError(f"{call}: two rules are named {twice[0]!r}; give one another name=….")
     if any(rule.then == "stop" for rule in rules) and not saves:
         raise ValueError(
-            f"{call}: a rule stops the training; give save=…, a function that saves it first."
+            f"{call}: a rule stops training; pass save=…, a function that saves a checkpoint first."
         )
 
 
 def _check_empty(call: str, writer: HistoryWriter, step: int, overwrite: bool) -> None:
-    """Raise ValueError if a new training would replace recorded steps."""
+    """Raise ValueError if a new run would replace recorded steps."""
     before = writer.read()
     if before is not None and not step and not overwrite and (steps := before.steps):
         raise ValueError(
-            f"{call}: {before.path} has steps {steps[0]} to {steps[-1]} already; give step=… to go "
-            f"on after that step, overwrite=True to replace them, or another file."
+            f"{call}: {before.path} already has steps {steps[0]} to {steps[-1]}; pass step=… to "
+            f"continue after that step, overwrite=True to replace them, or another file."
         )

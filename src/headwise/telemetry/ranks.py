@@ -24,12 +24,12 @@ def several() -> bool:
 
 
 def is_first() -> bool:
-    """Return True if this process records."""
+    """Return True if this process is the one that records."""
     return rank_of_all() == 0
 
 
 def any_of_all(here: bool, device: torch.device) -> bool:
-    """Return True if it is True on any rank; every rank must call this."""
+    """Return True if the value is True on any rank; every rank must call this."""
     if not several():
         return here
     flag = torch.tensor(int(here), device=_reachable(device))
@@ -68,7 +68,7 @@ class _Holding:
 
 _NUMBERS = count()
 PATIENCE = timedelta(seconds=120)
-"""The time that a rank waits for the monitors of the others."""
+"""The time that a rank waits for the monitors of other ranks."""
 
 
 class MonitorRanks:
@@ -105,10 +105,10 @@ class MonitorRanks:
             self._figures = _exchanged(own if held is None else held.with_more(own))
 
     def _meet(self) -> None:
-        """Check once that all ranks have a monitor, as the others would wait for it forever.
+        """Check once that all ranks have a monitor, as other ranks would wait forever.
 
         Raises:
-            ValueError: a rank has none.
+            ValueError: a rank has no monitor.
         """
         if self._met is None:
             store, name = store_of_group(), f"headwise monitor {self._number}"
@@ -123,12 +123,12 @@ class MonitorRanks:
             self._lacking = ", ".join(lacking)
         if not self._met:
             raise ValueError(
-                f"Monitor(…): rank {self._lacking} has none; every rank makes one, with the same "
-                f"settings, for figures are of all of them."
+                f"Monitor(…): rank {self._lacking} has no monitor; metrics cover all ranks, so "
+                f"every rank must create one with the same settings."
             )
 
     def _gathered(self, here: StepSums, fits: bool) -> Tensor:
-        """Gather the data of all ranks, `[R, numbers]`: whether it fits, query counts, and sums."""
+        """Gather the data of all ranks, `[R, numbers]`: a flag, query counts, and sums."""
         own = self._figures[dist.get_rank()]
         queries = [number for name in own.rows for number in here.looked_at.get(name, (0, 0))]
         parts = [torch.tensor([float(fits), *map(float, queries)], dtype=torch.float64)]
@@ -180,7 +180,8 @@ class MonitorRanks:
     def largest(self, here: StepSums, statistic: str | None) -> dict[str, Tensor]:
         """Return the largest scores `[H]` of whole layers over all ranks, by layer.
 
-        `statistic` is the metric that holds them here. In float32; NaN counts as infinite.
+        `statistic` is the name of the metric that holds them on this rank. The scores are float32;
+        NaN counts as infinite.
         """
         maxima = {} if statistic is None else here.parts.get(statistic, {})
         if not several():
@@ -224,7 +225,7 @@ def _whole_layers(ranks: list[_Holding]) -> dict[str, int]:
     """Return the number of heads of each layer, in the order of their first calls.
 
     Raises:
-        ValueError: ranks disagree.
+        ValueError: ranks have different numbers of heads in one layer.
     """
     heads: dict[str, int] = {}
     for one in ranks:

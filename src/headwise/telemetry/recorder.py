@@ -29,8 +29,8 @@ class Recorder:
         history: the writer of the file, if any.
         trackers: called with the metrics.
         rules: the rules that raise alarms.
-        after: the number of steps done before.
-        warn: called, once for each file or tracker, if it cannot be written.
+        after: the number of steps already completed.
+        warn: called once for each file or tracker that cannot be written.
     """
 
     def __init__(
@@ -61,16 +61,18 @@ class Recorder:
                 layers.
         """
         if self._resumed and self.heads and not set(self.heads) & set(heads):
-            raise ValueError(f"the history has no layer {next(iter(heads))!r}: of another model")
+            raise ValueError(
+                f"the history has no layer {next(iter(heads))!r} and belongs to another model"
+            )
         self._resumed = False
         for layer, number in heads.items():
             if self.heads.setdefault(layer, number) != number:
                 raise ValueError(
-                    f"{layer or 'the model'} has {number} heads, and had {self.heads[layer]} before"
+                    f"{layer or 'the model'} has {number} heads, but had {self.heads[layer]} before"
                 )
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
-        """Keep numbers of a step for the history; those in tensors are read when it is written."""
+        """Keep scalars of a step for the history; tensors are read when the history is written."""
         if self.history is not None:
             self._scalars.extend((step, name, value) for name, value in scalars.items())
 
@@ -95,7 +97,7 @@ class Recorder:
         try:
             if history.restore():
                 self._warn(
-                    f"the history was deleted or replaced while it is written; a new file holds "
+                    f"the history was deleted or replaced during recording; a new file holds "
                     f"all steps recorded so far: {history.path}"
                 )
             if self._unwritten or self._scalars:

@@ -22,7 +22,7 @@ _LEAST_WINDOW = 5
 
 @dataclass(frozen=True)
 class Alarm:
-    """A head broke a rule at a step; `value` is its metric, `number` that of its layer.
+    """A head broke a rule at a step; `value` is its metric, `number` the index of its layer.
 
     >>> print(Alarm(40, "max_logit > 100", "max_logit", "h.2.attn", 3, 817.25, 2))
     step 40: L2H3 (h.2.attn): max_logit is 817.2 (max_logit > 100)
@@ -52,15 +52,15 @@ class Rule:
     Args:
         statistic: the name of the metric, such as `"max_logit"` or `"entropy_share"`.
         above, below: the limit, in the unit of the metric.
-        jump: so many robust deviations (1.4826 · MAD) from the median of the `window` recorded
-            steps before, at least 5. A deviation is at least a thousandth of the median.
+        jump: the limit, in robust deviations (1.4826 · MAD) from the median of the previous
+            `window` recorded steps, at least 5. A deviation is at least a thousandth of the median.
         steps: the number of consecutive recorded steps that break the rule.
-        window: the number of recorded steps before a jump.
+        window: the number of recorded steps that a jump is compared with, at least 5.
         name: the name in alarms; by default a description.
         then: `"warn"`; `"stop"`, which saves first; or a function that is called with the alarm.
 
     Raises:
-        ValueError: no limit or several, or a number out of range.
+        ValueError: no limit or more than one is given, or a number is out of range.
 
     >>> Rule("entropy_share", below=0.01, steps=3).name
     'entropy_share < 0.01 at 3 recorded steps'
@@ -84,7 +84,7 @@ class Rule:
         given = [n for n in ("above", "below", "jump") if getattr(self, n) is not None]
         if len(given) != 1:
             named = " and ".join(given) or "none of them"
-            self._refuse(f"{named} given; give one of above, below and jump.")
+            self._refuse(f"{named} given; pass exactly one of above, below and jump.")
         limit = real(getattr(self, given[0]))
         if limit is None or not math.isfinite(limit):
             self._refuse(
@@ -93,7 +93,8 @@ class Rule:
         steps, window = as_int(self.steps) or 0, as_int(self.window) or 0
         if steps < 1 or window < _LEAST_WINDOW or (self.jump is not None and limit <= 0):
             self._refuse(
-                f"whole numbers of steps ≥ 1 and window ≥ {_LEAST_WINDOW}, and jump > 0 are needed."
+                f"steps must be an integer ≥ 1, window an integer ≥ {_LEAST_WINDOW}, "
+                f"and jump above 0."
             )
         if not callable(self.then) and self.then not in ("warn", "stop"):
             self._refuse(f"then={self.then!r}: give 'warn', 'stop' or a function of the alarm.")
@@ -119,9 +120,9 @@ class Rule:
         return self.steps + 1 + (self.window if self.jump is not None else 0)
 
     def broken(self, series: Array) -> Bools:
-        """Return True for heads whose last of the `[n, N]` values breaks the rule; NaN never does.
+        """Return True for heads whose last value of `[n, N]` breaks the rule; NaN never does.
 
-        Values that are not finite are passed as infinite.
+        Other values that are not finite must be passed as infinite.
         """
         now = series[-1]
         if self.above is not None:
@@ -142,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     Rule("entropy_share", below=0.005, steps=3, name="entropy collapse"),
     Rule("first", above=0.995, steps=3, name="all sink"),
     Rule("output_norm", below=1e-4, steps=3, name="dead head"),
-    Rule("entropy", above=1e3, name="not a finite number"),  # no entropy is as large
+    Rule("entropy", above=1e3, name="not a finite number"),  # larger than any entropy
 )
 """The default rules of a `Monitor`."""
 
@@ -156,10 +157,10 @@ class RecordedStep:
 
 
 def alarms_at(rules: Sequence[Rule], records: Sequence[RecordedStep], heads: Heads) -> list[Alarm]:
-    """Return the alarms of the last of these records, oldest first.
+    """Return the alarms of the last record; the records are oldest first.
 
-    A head raises an alarm when it has broken a rule at `steps` records in a row and not at the one
-    before, so once as long as it stays beyond a limit.
+    A head raises an alarm when it has broken a rule at exactly `steps` records in a row, so only
+    once while it stays beyond a limit.
     """
     names: list[tuple[str, int, int]] = []
     found = []

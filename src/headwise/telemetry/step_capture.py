@@ -33,7 +33,7 @@ from .wrappers import innermost, plain_name
 
 @runtime_checkable
 class Warn(Protocol):
-    """Warn of a problem, once for each thing that it is `about`."""
+    """Warn of a problem, once for each subject `about`."""
 
     def __call__(self, message: str, about: object = None) -> None: ...
 
@@ -43,7 +43,7 @@ class StepNeeds:
     """The statistics that a step requires.
 
     statistics: recorded for `queries` sampled queries of each call; maxima for all queries.
-    largest: further largest scores: all, those above a limit, or none.
+    largest: additional largest scores: all, only those above a limit, or None.
     """
 
     statistics: tuple[Statistic, ...]
@@ -76,15 +76,15 @@ class StepNeeds:
 class StepCapture:
     """Sum up the attention calls of a model between two optimizer steps.
 
-    Only training forwards count: of a module in training mode, with gradients on, also inside
-    activation checkpointing. Recomputation in a backward pass is not counted twice.
+    Only training forwards count: the module is in training mode and gradients are enabled, also
+    inside activation checkpointing. Recomputation in a backward pass is not counted twice.
 
     Args:
         model: any module.
-        warn: called with what is not counted.
-        seed: the seed of sampled queries, with the numbers of step, forward and call.
+        warn: called with a message about each forward or metric that is not counted.
+        seed: the seed of sampled queries, combined with the step, forward and call.
         modules: the modules to capture, as in `watch()`, by names without wrappers.
-        begun: called at the start of a forward that counts.
+        begun: called at the start of each forward that counts.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class StepCapture:
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
         self._no_numbers: dict[str, None] = {}
-        self._names: Names | None = None  # of the last forwards, for reasons of missing calls
+        self._names: Names | None = None  # of the last forwards, to explain missing calls
 
-    # ── open and shut ───────────────────────────────────────────────────────────────────────────
+    # ── open and close ──────────────────────────────────────────────────────────────────────────
 
     def open(self, wanted: StepNeeds, step: int, every: bool = False) -> None:
         """Capture the calls of the model until `close()`.
@@ -142,12 +142,12 @@ class StepCapture:
             self._stack = stack.pop_all()
 
     def rest(self) -> None:
-        """End a step: stop capturing, if it slows down the modules of the model."""
+        """End a step: stop capturing if it slows the model down."""
         if self._net is not None and self._net.in_full:
             self.close()
 
     def close(self) -> None:
-        """Stop capturing; the sums stay."""
+        """Stop capturing; keep the sums."""
         stack, self._stack = self._stack, None
         if stack is None or self._net is None:
             return
@@ -249,8 +249,8 @@ class StepCapture:
         return results
 
     def _in_one_launch(self, call: AttentionCall) -> Readings | None:
-        """Return all readings of a call on a GPU whose kernel computes both, maxima of all queries
-        and the rest of sampled ones, in one launch; `None` for other calls."""
+        """Return all readings of a call, if a GPU kernel computes the maxima of all queries and the
+        other statistics of sampled queries in one launch; `None` for other calls."""
         wanted = self._wanted
         own = call.one_pass is not None and call.one_pass.call.mask.free
         if not call.q.is_cuda or (call.lse is None and not own):
@@ -274,7 +274,7 @@ class StepCapture:
         results: list[tuple[Mapping[str, Reading], int, int]],
         queries: int,
     ) -> None:
-        """Hold the readings of a call of so many queries, to be summed with others."""
+        """Hold the readings of a call with `queries` valid queries, to be summed with others."""
         self._sums.know(name, span)
         for readings, some, every in results:
             self._pending.append((name, readings, min(some, queries), min(every, queries)))
@@ -310,7 +310,7 @@ class StepCapture:
             if block is None:
                 if (text := repr(statistic)) not in self._no_numbers:
                     message = (
-                        f"{text} is not one number for each query or head, and is not recorded"
+                        f"{text} does not give one number per query or head and is not recorded"
                     )
                     self._warn(message, text)
                     self._no_numbers[text] = None
@@ -352,7 +352,7 @@ class StepCapture:
             reasons = reasons or [f"no attention was seen: {self._names.why_nothing()}"]
         return "; ".join(reasons) or "the monitor was paused"
 
-    # ── what it has come to ─────────────────────────────────────────────────────────────────────
+    # ── results ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def largest(self) -> str | None:
@@ -374,7 +374,7 @@ _ELSEWHERE = "a forward in another thread than that of the last step"
 
 
 def not_monitored(name: str, why: str) -> str:
-    """Return the reason why a module is not recorded, in words."""
+    """Return a sentence that explains why a module is not recorded."""
     return f"{name or 'the model'} is not monitored: {why}"
 
 

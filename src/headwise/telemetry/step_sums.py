@@ -14,7 +14,7 @@ from .figures import MAXIMUM, MEAN, HeadMetrics, Heads, merged, nothing
 
 @dataclass(frozen=True)
 class Span:
-    """The heads of a layer in a call: `heads` of its `all`, from `first` on."""
+    """The heads of a layer in a call: `heads` of the `all` heads, starting at `first`."""
 
     first: int
     heads: int
@@ -40,13 +40,13 @@ class StepSums:
         """Add a layer.
 
         Raises:
-            ValueError: it had other heads before.
+            ValueError: the layer had other heads before.
         """
         if (before := self.spans.setdefault(layer, span)) != span:
-            raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
+            raise ValueError(f"it has {span.heads} heads, but had {before.heads} before")
 
     def add(self, statistic: str, parts: Mapping[str, Tensor], some: int, every: int) -> None:
-        """Add a call of each of these layers: its sums, and the numbers of its sampled and of all
+        """Add a call of each of these layers: its sums, and the numbers of sampled and of all
         queries."""
         if any(statistic in self.unknown.get(layer, {}) for layer in parts if self.unknown):
             parts = {n: x for n, x in parts.items() if statistic not in self.unknown.get(n, {})}
@@ -86,7 +86,7 @@ class StepSums:
         }
         limited = [name for name in found if name.startswith(ABOVE)]
         for name in sorted(limited, key=lambda name: float(name.removeprefix(ABOVE))):
-            found.setdefault("max_logit", found.pop(name))  # −inf if it is not above the limit
+            found.setdefault("max_logit", found.pop(name))  # −inf for heads below the limit
         return found
 
 
@@ -101,7 +101,7 @@ def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]
 
 
 def _together(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge the sums of two by layer."""
+    """Merge two sets of sums, layer by layer."""
     both = [layer for layer in other if layer in one]
     if both:
         parts = [torch.cat([x[layer] for layer in both], 1) for x in (one, other)]

@@ -21,7 +21,7 @@ class Tracker(Protocol):
     def __call__(
         self, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
     ) -> None:
-        """Log `scalars` by tag, a number for each layer, `heads`, the values of all heads, and the
+        """Log `scalars` (a number per layer, by tag), `heads` (the values of all heads) and the
         texts of `alarms`."""
 
 
@@ -31,7 +31,7 @@ def as_tracker(given: Any) -> Tracker:
     A function is called as `function(scalars, step=step)`, like `mlflow.log_metrics`.
 
     Raises:
-        ValueError: another type.
+        ValueError: the type of `given` is not supported.
     """
     if hasattr(given, "add_scalar") and hasattr(given, "add_histogram"):
         return partial(_tensorboard, given)
@@ -42,8 +42,8 @@ def as_tracker(given: Any) -> Tracker:
     if callable(given) and not inspect.isclass(given):
         return partial(_function, given)
     raise ValueError(
-        f"trackers=[{type(given).__name__}]: give a TensorBoard SummaryWriter, a run of W&B or "
-        f"trackio, or a function that is called as mlflow.log_metrics(numbers, step=…)."
+        f"trackers=[{type(given).__name__}]: pass a TensorBoard SummaryWriter, a run of W&B or "
+        f"trackio, or a function with the signature of mlflow.log_metrics(numbers, step=…)."
     )
 
 
@@ -54,7 +54,7 @@ def _is(given: Any, name: str) -> bool:
 def logged(
     figures: Mapping[str, HeadMetrics], heads: Heads
 ) -> tuple[dict[str, float], dict[str, Array]]:
-    """Return the scalars and the values of heads to log: finite ones only."""
+    """Return the scalars and head values to log; values that are not finite are left out."""
     scalars, every = {}, {}
     for name, one in figures.items():
         for layer, value in zip(heads, one.of_layers(heads), strict=True):

@@ -65,14 +65,14 @@ def bare_name(name: str) -> str:
 def check_optimizer(call: str, model: nn.Module, optimizer: Any) -> None:
     """Raise ValueError for an invalid optimizer, or one that trains only another model.
 
-    Accepted are possible copies of the model's parameters (plain tensors, or another dtype, as
-    float32 master weights) and any optimizer of a frozen model: it may train the model's inputs.
+    Possible copies of the model's parameters (plain tensors, or another dtype, such as float32
+    master weights) are accepted, and any optimizer for a frozen model: it may train the inputs.
     """
     if not (hasattr(optimizer, "param_groups") or hasattr(optimizer, "state")):
         inside = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
         raise ValueError(
             f"{call}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-            f"give the one that trains the model{' (.optimizer of what was given)' * inside}."
+            f"pass the one that trains the model{' (its .optimizer attribute)' * inside}."
         )
     stepped = [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
     own = {id(parameter) for parameter in model.parameters()}
@@ -82,8 +82,8 @@ def check_optimizer(call: str, model: nn.Module, optimizer: Any) -> None:
         for one in stepped
     ):
         raise ValueError(
-            f"{call}: optimizer ({type(optimizer).__name__}) holds none of the model's parameters, "
-            f"but those of another model, or of this one before they were replaced; give the "
+            f"{call}: optimizer ({type(optimizer).__name__}) holds none of the model's parameters; "
+            f"its parameters belong to another model, or were replaced in this one; pass the "
             f"optimizer that trains this model."
         )
 
@@ -92,7 +92,7 @@ def hook_steps(call: str, optimizer: Any, stepped: Callable[[Any], object]) -> A
     """Call `stepped` after each step of an optimizer; return the handle of that hook.
 
     Raises:
-        ValueError: an optimizer that takes no hooks, such as DeepSpeed's.
+        ValueError: the optimizer does not support hooks, such as DeepSpeed's.
     """
     try:
         return optimizer.register_step_post_hook(lambda one, *_: stepped(one))
@@ -101,6 +101,6 @@ def hook_steps(call: str, optimizer: Any, stepped: Callable[[Any], object]) -> A
         if isinstance(optimizer, Optimizer) and inner is not None:
             return hook_steps(call, inner, stepped)
         raise ValueError(
-            f"{call}: the steps of optimizer, a {type(optimizer).__name__}, cannot be hooked; give "
-            f"no optimizer, and call monitor.step() after each step."
+            f"{call}: optimizer is a {type(optimizer).__name__}, whose steps cannot be hooked; "
+            f"create the monitor without an optimizer and call monitor.step() after each step."
         ) from None
