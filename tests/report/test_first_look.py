@@ -150,7 +150,7 @@ def test_a_model_that_is_nowhere_is_told_how_to_be_fetched(
     code, _, err = run(capsys, "--model", "bert-base-uncased", "--text", WORDS)
     assert code == 2
     assert "no such folder" in err
-    assert err.endswith("fetch it with: hf download bert-base-uncased\n")
+    assert err.endswith("download it with: hf download bert-base-uncased\n")
     assert "hf download" not in run(capsys, "--model", "./gone", "--text", WORDS)[2]
 
 
@@ -370,8 +370,8 @@ class ManyLetters(Letters):
     [
         (Letters(), "abc\x7f", "token 30 in a model of 30 tokens"),
         (ManyLetters(), "ab]", "token -4 in a model of 30 tokens"),
-        ([1, 2], [0, 1], "give a string for each id"),
-        (["a", "b"], [0, 7], r"token 7 is among the ids, and there are strings for 2 tokens"),
+        ([1, 2], [0, 1], "pass a string for each id"),
+        (["a", "b"], [0, 7], r"the ids contain token 7, but there are strings for 2 tokens"),
         (["a", "b"], "text", "has encode and decode; or token ids"),
         (None, "text", "tokenizer=None: the model reads text"),
     ],

@@ -356,7 +356,7 @@ LOOKS = {
     "rows of numbers": (look_with(lambda m: m.update(rows=[1, 2])), "'int' object"),
     "a text for a figure": (
         look_with(lambda m: m["rows"][0].update(entropy="x")),
-        "entropy is str, and int | float | None was expected",
+        "entropy is str, expected int | float | None",
     ),
     "a list for a head": (look_with(lambda m: m["rows"][0].update(head=[1])), "head is list"),
     "a text for a label": (look_with(lambda m: m["rows"][0].update(labels=["x"])), "indices"),
@@ -370,10 +370,10 @@ LOOKS = {
     ),
     "likeness": (
         look_with(lambda m: m.update(similarity={"heads": HUGE} | m["layers"][0]["maps"])),
-        "no look that headwise saved",
+        "not a look that headwise saved",
     ),
     "nested page": (page_with(b"[" * 100_000), "recursion"),
-    "page of a number": (page_with(b"5"), "is int, and list was expected"),
+    "page of a number": (page_with(b"5"), "is int, expected list"),
     "page of nothing": (page_with(b"[null]"), "does not begin with the format"),
 }
 

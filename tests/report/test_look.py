@@ -233,7 +233,7 @@ def test_context_is_obeyed_and_said(model: GPT, tokenizer) -> None:
     assert len(seen.streams[0].tokens) == 7
     assert seen.layers[1].maps.shape == (HEADS, 7, 7)
     assert f"first 7 of the text's {whole} tokens" in seen.provenance["notice"]
-    assert "the given context ends there" in seen.provenance["notice"]
+    assert "this is the given context" in seen.provenance["notice"]
     assert "the model's context" in look(model, tokenizer, TEXT).provenance["notice"]
     assert look(model, tokenizer, "so much").provenance["notice"] is None
 
@@ -242,7 +242,7 @@ def test_context_is_obeyed_and_said(model: GPT, tokenizer) -> None:
 def test_what_is_no_whole_number_is_refused(
     model: GPT, tokenizer, given: dict[str, Any], unchecked: None
 ) -> None:
-    with pytest.raises(LookError, match=r"look\(…, (context|seed)=.*\): give a whole number"):
+    with pytest.raises(LookError, match=r"look\(…\): (context|seed) must be an integer"):
         look(model, tokenizer, TEXT, **given)
 
 
@@ -342,10 +342,10 @@ def test_a_text_of_few_different_tokens_is_said_to_be_one(
     [
         (("{model}", None, TEXT), r"tokenizer=None: the model reads text, so give its tokenizer"),
         (("{model}", "gpt2", TEXT), r"tokenizer='gpt2': the model reads text"),
-        (("gpt2", "{tokenizer}", TEXT), r"look\('gpt2', …\): the model is to be a module"),
-        (("{model}", "{tokenizer}", b"x"), r"text \(bytes\) is no string, and GPT reads text"),
-        (("{model}", "{tokenizer}", None), r"text \(NoneType\) is no string"),
-        (("{model}", "{tokenizer}", [TEXT, b"x"]), r"text, text 2 \(bytes\) is no string"),
+        (("gpt2", "{tokenizer}", TEXT), r"look\('gpt2', …\): model must be a module"),
+        (("{model}", "{tokenizer}", b"x"), r"text \(bytes\) is not a string, but GPT reads text"),
+        (("{model}", "{tokenizer}", None), r"text \(NoneType\) is not a string"),
+        (("{model}", "{tokenizer}", [TEXT, b"x"]), r"text, text 2 \(bytes\) is not a string"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(

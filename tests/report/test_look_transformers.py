@@ -491,7 +491,7 @@ def test_what_is_not_shown_is_named(folders: dict[str, Path]) -> None:
     seen = look(model, tokenizer, TEXT)
     assert {layer.name.split(".")[0] for layer in seen.layers} == {"decoder"}
     notice = seen.provenance["notice"]
-    assert "Not shown: encoder.block.*.layer.*.LocalSelfAttention, as the softmax of" in notice
+    assert "Not shown: encoder.block.*.layer.*.LocalSelfAttention: the softmax of" in notice
     assert notice.count("Not shown") == 1
 
 
@@ -592,7 +592,7 @@ def test_models_with_two_towers_are_refused_and_their_towers_looked_at(
     for what in (("--text", folders["bert"] / "config.json"), ("--image", picture)):
         code, out, err = run(capsys, "--model", tmp_path / "clip", *what, "--json")
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "CLIPModel has a tower for texts" in err
+        assert "CLIPModel has separate towers" in err
         assert "model.text_model or model.vision_model" in err
     assert len(look(model.text_model, tokenizer, TEXT).rows) == 3
     processor.size = {"height": 32, "width": 32}
@@ -605,10 +605,10 @@ def test_what_is_no_image_and_what_reads_none_is_refused(folders: dict[str, Path
     _, tokenizer = load_folder(folders["bert"])
     picture = folders["vit"].parent / "picture.png"
     for reader, given, says in (
-        (processor, b"x", r"text \(bytes\) is no image"),
-        (processor, TEXT, r"text \(str\) is no image"),
+        (processor, b"x", r"text \(bytes\) is not an image"),
+        (processor, TEXT, r"text \(str\) is not an image"),
         (None, picture, "tokenizer=None: ViTForImageClassification reads images"),
-        (tokenizer, picture, "so give its image processor there"),
+        (tokenizer, picture, "pass its image processor"),
     ):
         with pytest.raises(LookError, match=says):
             look(model, reader, given)
@@ -725,7 +725,7 @@ def test_two_results_are_compared(
         (["--model", "{llama}", "--image", "{llama}/config.json"], "reads text"),
         (["--model", "{llama}", "--text", "{text}", "--texts", "{text}"], "give only one of them"),
         (["--model", "{llama}", "--text", "{text}", "--target", "so"], "no decoder"),
-        (["--model", "{vit}", "--image", "{llama}/config.json"], "no image can be read"),
+        (["--model", "{vit}", "--image", "{llama}/config.json"], "cannot be read as an image"),
         (["--model", "{vit}", "--image", "{tmp}/gone.png"], "gone.png: no such file"),
         (["--model", "{vit}", "--text", "{text}"], "reads images"),
         (
@@ -772,7 +772,7 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
     ("changes", "says"),
     [
         ({"architectures": ["LlamaForSpam"]}, "no model of transformers"),
-        ({"architectures": ["x'; rm"]}, "no list of class names"),
+        ({"architectures": ["x'; rm"]}, "must be a list of class names"),
         ({"architectures": ["pipeline"]}, "no model of transformers"),
         (
             {"architectures": ["Own"], "model_type": "own", "auto_map": {"AutoModel": "own.Own"}},
@@ -780,7 +780,7 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
         ),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers=1,000,000,000,000, and the weights"),
-        ({"num_labels": 10**12}, "num_labels=1,000,000,000,000, and the weights hold"),
+        ({"num_labels": 10**12}, "num_labels=1,000,000,000,000, but the weights have"),
         ({"vocab_size": 40}, "embed_tokens"),
         ({"num_attention_heads": "many"}, "transformers cannot read it"),
     ],

@@ -128,18 +128,18 @@ def with_damaged_maps(data: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no look that headwise saved"),
-        ("{", "no look that headwise saved"),
+        ("", "not a look that headwise saved"),
+        ("{", "not a look that headwise saved"),
         ("[1, 2]", "does not begin with the format 'headwise look 1'"),
         ('{"format": "other"}', "does not begin with the format"),
         (without_layers(), "'layers' is missing"),
-        (changed(layers=[]), "2 rows are not one for each head"),
-        (changed(rows="none"), "rows is str, and list was expected"),
+        (changed(layers=[]), "2 rows do not match the number of heads"),
+        (changed(rows="none"), "rows is str, expected list"),
         (changed(streams=[]), "list index out of range"),
         (with_damaged_maps("AAAA"), "packed data are damaged"),
         (with_damaged_maps("*"), "packed data are damaged"),
-        (with_damaged_maps(gzip_b64(b"1")), "1 bytes do not fill \\[2, 5, 5\\]"),
-        ("<html></html>", "no look that headwise saved"),
+        (with_damaged_maps(gzip_b64(b"1")), "1 bytes do not match shape \\[2, 5, 5\\]"),
+        ("<html></html>", "not a look that headwise saved"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -155,13 +155,13 @@ def test_another_file_is_refused_in_one_sentence(tmp_path: Path, text: str, mess
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LookFileError, match="no text in UTF-8"):
+    with pytest.raises(LookFileError, match="not UTF-8 text"):
         load(path)
 
 
 def test_a_page_of_two_looks_is_refused(tmp_path: Path) -> None:
     page = write_page(decoder(), tmp_path / "page.html", other=decoder(seed=1))
-    with pytest.raises(LookFileError, match="a page that compares 2 looks; give a file of"):
+    with pytest.raises(LookFileError, match="a page that compares 2 looks; pass a file or"):
         load(page)
 
 

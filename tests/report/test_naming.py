@@ -252,7 +252,7 @@ def test_a_table_is_no_watched_model(unchecked: None) -> None:
     parts = made(causal=True)[1]
     seen = seen_of(parts, (hw.LSE(),), mask=hw.Causal())
     for given in ((seen.table(),), (seen, seen.table())):
-        with pytest.raises(ValueError, match=r"name_heads\(list\): give what watch\(\) saw"):
+        with pytest.raises(ValueError, match=r"name_heads\(list\): pass the result of watch\(\)"):
             name_heads(*given)  # type: ignore[arg-type]
 
 

@@ -214,10 +214,10 @@ def test_two_models_are_matched_by_layer_and_number(folder: Path, tmp_path: Path
                 whole.tracks["first"].values[:, whole.heads.index(head)],
             )
     assert left_out == [
-        "layers in B alone: blocks.2.attn, <i>",
-        "heads in A alone: blocks.0.attn 2",
-        "heads in B alone: blocks.1.attn 2, blocks.1.attn 3",
-        "statistics in A alone: self",
+        "layers only in B: blocks.2.attn, <i>",
+        "heads only in A: blocks.0.attn 2",
+        "heads only in B: blocks.1.attn 2, blocks.1.attn 3",
+        "statistics only in A: self",
     ]
     assert [alarm.head for alarm in a.alarms] == [1]  # the other is of a head that is left out
 
@@ -307,7 +307,7 @@ def read_tracks(values: np.ndarray, sampled: bool) -> dict[str, Any]:
         (1.0, "single precision", 4),
         (0.6, "eleven bits", 3),
         (0.35, "standard errors are left out", 3),
-        (0.1, "a column stands for 4 recorded steps", 3),
+        (0.1, "a column covers 4 recorded steps", 3),
     ],
 )
 def test_longer_runs_are_rounded_and_the_page_says_so(
@@ -419,12 +419,12 @@ def test_json_of_two_runs_has_their_differences(
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 40
     assert len(found["differences"]) == len(found["a"]["heads"]) == 4
-    assert found["left_out"][0] == "layers in B alone: blocks.2.attn, <i>"
+    assert found["left_out"][0] == "layers only in B: blocks.2.attn, <i>"
     out = str(tmp_path / "page.html")
     assert main(["timeline", str(folder), "--compare", str(other), "--out", out]) == 0
     told = capsys.readouterr().out
     assert "run        B: other: 8 heads in 4 layers" in told
-    assert "left out   heads in A alone: blocks.0.attn 2" in told
+    assert "left out   heads only in A: blocks.0.attn 2" in told
 
 
 def test_the_page_is_written_anew_while_the_training_runs(

@@ -452,7 +452,7 @@ def pair(browser: Any, run: Timeline, tmp_path_factory: pytest.TempPathFactory) 
 def test_two_runs_and_their_difference(pair: Any) -> None:
     tab, a, b = pair
     assert tab.text("#name") == "A: run · B: b"
-    assert tab.text("#notice") == f"Left out: layers in B alone: {HOSTILE}."
+    assert tab.text("#notice") == f"Left out: layers only in B: {HOSTILE}."
     assert chosen(tab)["run"] == "difference"
     go(tab, "statistic=max_logit&head=1.1&step=40&run=difference")
     one, two = a.tracks["max_logit"].values[4, 4], b.tracks["max_logit"].values[2, 4]
@@ -589,7 +589,7 @@ def test_a_thousand_heads_by_a_thousand_steps(
         assert value == written(float(np.float16(exact)), 3)
         assert "Here up to 2 columns share a pixel" in tab.text("#pooled")
     else:
-        assert "a column stands for" in tab.text("#made")
+        assert "a column covers" in tab.text("#made")
         assert "recorded)" in tab.text("#step-title")
     assert tab.measured("Nodes") < 3_000
     tab.close()

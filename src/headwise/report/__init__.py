@@ -1,4 +1,4 @@
-"""Look at a model on a text: a report on every head, and labels of heads."""
+"""Look at a model on a text: a report on every head, with labels."""
 
 from .faithful import faithfulness, fit_weights
 from .head_labels import (

@@ -15,7 +15,7 @@ class Column:
     key: str
     title: str
     short: str
-    brief: str  # for terminals: a word a line
+    brief: str  # for terminals: one word per line
     unit: Literal["share", "nats", "tokens", "logit"]
     formula: str  # `_{…}` stands for a subscript
     meaning: str
@@ -23,8 +23,8 @@ class Column:
 
 @dataclass(frozen=True)
 class LabelStyle:
-    """A label's colours, `#rrggbb` on a light and on a dark page, and its glyph, the path of an SVG
-    in a box of 12 by 12."""
+    """The colors of a label (`#rrggbb`, for light and dark pages) and its glyph, an SVG path in a
+    12 × 12 box."""
 
     label: str
     light: str

@@ -1,8 +1,9 @@
-"""Arrays in JSON: short, and read by a browser as well as by Python.
+"""Arrays in compact JSON that Python and browsers can read.
 
-A *grid* is a dict: `shape`; `planes`, how many bytes a number has; and `data`, all high bytes, then
-the lower ones, packed with gzip and base64 (apart, because high bytes repeat and gzip finds that
-out). The other keys define what the numbers stand for, see `pack`, `pack_whole`, `pack_float`.
+A *grid* is a dict: `shape`; `planes`, the number of bytes per number; and `data`, all high bytes,
+then the lower ones, packed with gzip and base64 (high bytes are kept together because they repeat
+and compress well). The other keys define the meaning of the numbers, see `pack`, `pack_whole` and
+`pack_float`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-BYTE = 254  # the highest level of one byte; 255 is for no number
+BYTE = 254  # the highest level of one byte; 255 stands for NaN
 TWO_BYTES = 65534
 
 
 def pack(values: np.ndarray, levels: int = BYTE, *, root: bool = False) -> dict[str, Any]:
-    """Pack numbers ≥ 0 as integer steps of 1/`levels` of the largest in each `values[n]`.
+    """Pack numbers ≥ 0 as integer multiples of 1/`levels` of the largest in each `values[n]`.
 
-    With `root` the steps are of the square root, which keeps more digits of small numbers. The
+    With `root`, square roots are packed, which keeps more digits of small numbers. The
     code `levels + 1` stands for NaN.
 
     >>> grid = pack(np.array([[0.0, 0.5, 2.0, math.nan]]))
@@ -55,8 +56,8 @@ def pack_whole(values: np.ndarray) -> dict[str, Any]:
 def pack_float(values: np.ndarray, planes: int) -> dict[str, Any]:
     """Pack numbers, NaN and infinities included, as floats of 4 or 2 bytes: 24 or 11 bits each.
 
-    Floats of 2 bytes are multiples of `unit`, a power of two with which the largest fits; numbers
-    under 2⁻²⁹ of it keep fewer bits.
+    Floats of 2 bytes are multiples of `unit`, a power of two chosen so that the largest fits;
+    numbers below 2⁻²⁹ of the largest keep fewer bits.
 
     >>> grid = pack_float(np.array([[0.5, 17000.0, math.nan, math.inf]]), 2)
     >>> grid["planes"], grid["unit"]
@@ -82,12 +83,14 @@ def unpack(grid: dict[str, Any]) -> np.ndarray:
     """Return the array of a grid, float32 or int64.
 
     Raises:
-        ValueError: bytes that do not fill the shape.
+        ValueError: the bytes do not match the shape.
     """
     shape, planes = tuple(grid["shape"]), grid["planes"]
     content = ungzip_b64(grid["data"])
     if len(content) != math.prod(shape) * planes:
-        raise ValueError(f"{len(content)} bytes do not fill {list(shape)} of {planes} bytes each")
+        raise ValueError(
+            f"{len(content)} bytes do not match shape {list(shape)} with {planes} bytes each"
+        )
     apart = np.frombuffer(content, np.uint8).reshape(planes, -1)
     codes = np.ascontiguousarray(apart.T).view(f">u{planes}").reshape(shape)
     if "unit" in grid:
@@ -101,9 +104,9 @@ def unpack(grid: dict[str, Any]) -> np.ndarray:
 
 
 def pooled(values: np.ndarray, most: int) -> np.ndarray:
-    """Average over at most `most` blocks of the last axis; entry i lies in block `i · n // T`.
+    """Average over at most `most` blocks of the last axis; entry i is in block `i · n // T`.
 
-    NaN is ignored; a block of NaN alone stays NaN.
+    NaN is ignored; the mean of a block of only NaN is NaN.
 
     >>> pooled(np.array([[1.0, 3.0, 5.0, math.nan]]), 2).tolist()
     [[2.0, 5.0]]
@@ -127,7 +130,7 @@ def ungzip_b64(text: str) -> bytes:
     """Return the bytes that `gzip_b64` compressed.
 
     Raises:
-        ValueError: not such a text.
+        ValueError: the text is damaged.
     """
     try:
         return gzip.decompress(base64.b64decode(text, validate=True))
@@ -135,11 +138,11 @@ def ungzip_b64(text: str) -> bytes:
         raise ValueError(f"packed data are damaged: {error}") from error
 
 
-MAP_SIDE = 256  # the most cells on a side of a map
+MAP_SIDE = 256  # the maximal number of cells on a side of a map
 MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
-TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
+TOP_ENTRIES = 600_000  # of all heads together: one per query for 1,024 heads on 512 tokens
 MOST_KEYS = 8
-SHORT_PERIOD = 14  # repeated random tokens, of the piece that is shown
+SHORT_PERIOD = 14  # repeated random tokens in the short piece that is shown
 POSITIONS = 50_000
 
 
@@ -147,8 +150,8 @@ POSITIONS = 50_000
 class Budget:
     """The resolution of a look, chosen so that its page stays below 5 MB.
 
-    map_side: the most cells on a side of a map. top_keys: the number of keys kept for each query.
-    positions: the most entries of `entropy` and `received` of a head.
+    map_side: the maximal number of cells on a side of a map. top_keys: the number of keys kept for
+    each query. positions: the maximal number of entries of `entropy` and `received` of a head.
     """
 
     map_side: int
@@ -157,7 +160,7 @@ class Budget:
 
 
 def short_period(heads: int) -> int:
-    """Return the length of the short repeated piece for a model of so many heads.
+    """Return the length of the short repeated piece for a model with `heads` heads.
 
     >>> short_period(16), short_period(1024), short_period(4096)
     (14, 13, 6)
@@ -174,7 +177,7 @@ def budget(heads: int, tokens: int) -> Budget:
     (Budget(map_side=74, top_keys=4, positions=347), Budget(map_side=27, top_keys=1, positions=48))
     """
     most = max(2, min(MAP_SIDE, math.isqrt(MAP_CELLS // heads)))
-    side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of sizes as equal as can be
+    side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of nearly equal sizes
     keys = min(MOST_KEYS, TOP_ENTRIES // (heads * tokens))
     return Budget(side, keys, max(2, min(tokens, POSITIONS // heads)))
 

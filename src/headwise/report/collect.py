@@ -1,4 +1,4 @@
-"""Collect the statistics of every attention call of a forward, on one rank or several."""
+"""Collect the statistics of every attention call in a forward pass, on one rank or several."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .schema import Layer
 
 @dataclass(frozen=True)
 class Place:
-    """A call of a module in a forward: the first by the module's name, further ones numbered."""
+    """A call of a module in a forward; the second and later calls of a module are numbered."""
 
     name: str
     module: str
@@ -44,17 +44,17 @@ class Place:
 
 @contextmanager
 def calls_of(model: nn.Module, on_call: Callable[[AttentionCall, Place], None]) -> Iterator[Net]:
-    """Call `on_call` for every attention call, each with a name of its own.
+    """Call `on_call` for every attention call, each with a unique name.
 
-    A module that runs twice, as layers with shared weights do, counts as another layer.
+    The second run of a module, as in layers with shared weights, counts as another layer.
     """
     times: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
         if call.heads < call.all_heads:
             raise LookError(
-                f"{call.heads} of the {call.all_heads} heads of {call.name!r} are on this rank; "
-                f"look at a model that has all of them, or use watch(), whose tables know."
+                f"{call.heads} of the {call.all_heads} heads of {call.name!r} are on this rank; look "
+                f"at a model that has all of them, or use watch(), which supports sharded heads."
             )
         times[call.name] += 1
         again = times[call.name]
@@ -69,7 +69,7 @@ def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
     """List the attention calls of a forward, in order.
 
     Raises:
-        LookError: there are none, or the model cannot run on this.
+        LookError: there are none, or the model cannot run on this input.
     """
     places: list[Place] = []
 
@@ -102,7 +102,7 @@ class VisibleKeys(Statistic):
 @dataclass(frozen=True)
 class Resolution:
     """The resolution of the text that is shown: cells on a side of a map, keys for each query,
-    and bins of doubling width for distances."""
+    and distance bins, each twice as wide as the one before."""
 
     map_side: int
     top_keys: int
@@ -113,7 +113,7 @@ class Resolution:
 class Collected:
     """The collected data: sums over all texts, the layers of the first text, and the progress.
 
-    `modules` are the qualified names behind those of the layers.
+    `modules` are the qualified module names of the layers.
     """
 
     passed: Callable[[], None]
@@ -131,7 +131,7 @@ def collect(
     *,
     resolution: Resolution | None,
 ) -> None:
-    """Add the statistics of a text; with a resolution, keep its layers to be shown."""
+    """Add the statistics of a text; with a resolution, keep its layers for display."""
 
     def on_call(call: AttentionCall, place: Place) -> None:
         kind, queries, keys = sample.place(place.module, place.queries, place.keys)
@@ -221,7 +221,7 @@ def _drawn(kind: str, place: Place, resolution: Resolution) -> list[Statistic]:
 
 
 def bins_of(keys: int) -> int:
-    """Return the number of bins of doubling width that cover so many keys.
+    """Return the number of distance bins, each twice as wide as the last, that cover the keys.
 
     >>> bins_of(2), bins_of(9), bins_of(1024)
     (2, 5, 11)
@@ -273,7 +273,7 @@ def _offsets(readings: Mapping[str, Reading]) -> np.ndarray:
 
 
 def behind_only(layers: list[Layer]) -> tuple[list[Layer], list[int]]:
-    """Return layers and the first distances of their bins, without bins ahead if all are empty."""
+    """Return layers and the first distance of each bin; drop the bins ahead if all are empty."""
     offsets = next((layer.offsets for layer in layers if layer.offsets is not None), None)
     if offsets is None:
         return layers, []
@@ -289,7 +289,7 @@ def behind_only(layers: list[Layer]) -> tuple[list[Layer], list[int]]:
 
 
 def first_distances(bins: int) -> list[int]:
-    """Return the first distance back of each bin; distances ahead are below 0.
+    """Return the first distance of each bin; keys ahead have negative distances.
 
     >>> first_distances(4)
     [-7, -3, -1, 0, 1, 2, 4]
@@ -305,7 +305,7 @@ def _check(entropy: Reading, place: Place, layer: int) -> None:
     if not torch.isfinite(entropy.values).all():
         raise LookError(
             f"the attention of layer {layer} ({place.module}) is not finite; the model's weights "
-            f"hold NaN or overflow"
+            f"contain NaN or overflow"
         )
 
 
@@ -334,7 +334,7 @@ class Ranks:
         return [sum(one) for one in zip(*gathered(numbers), strict=True)]
 
     def merge(self, collected: Collected) -> None:
-        """Merge what all ranks collected into `collected`; the layers shown are those of rank 0."""
+        """Merge the data of all ranks into `collected`; the layers shown are those of rank 0."""
         if self.size == 1:
             return
         from ..parallel.merging import gathered

@@ -1,4 +1,4 @@
-"""Heads compared: the same heads of two looks, and all heads of one look in pairs."""
+"""Compare heads: the same heads of two looks, or all pairs of heads of one look."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .schema import Layer, Look
 
 
 def differences(one: Look, other: Look) -> tuple[list[dict[str, Any]], int]:
-    """Return a row for each head that is in both, and the number of heads in only one.
+    """Return a row for each head that both looks have, and the number of heads in only one.
 
     Heads match by module and number. `labels` are the names of each look's labels; every other
     metric is the difference `other − one`.
 
     Raises:
-        LookError: no head is in both.
+        LookError: the looks have no head in common.
 
     >>> row = {"layer": 0, "head": 1, "module": "attn", "labels": [], "first": 0.25}
     >>> a, b = (
@@ -47,28 +47,28 @@ def differences(one: Look, other: Look) -> tuple[list[dict[str, Any]], int]:
     if not rows:
         names = [look.rows[0]["module"] if look.rows else "nothing" for look in (one, other)]
         raise LookError(
-            f"these two have no head in common: one begins with {names[0]}, the other with "
-            f"{names[1]}; compare two looks at one architecture"
+            f"the two looks have no head in common: one begins with {names[0]}, the other with "
+            f"{names[1]}; compare two looks at the same architecture"
         )
     return rows, len(one.rows) + len(other.rows) - 2 * len(rows)
 
 
 FORMULA = (
     "Σ_{j} √(p_{ij} r_{ij}), mean over the rows i of two heads' maps (Bhattacharyya coefficient): "
-    "1 for equal maps, 0 where no key is shared. Heads that read other streams are not compared."
+    "1 for equal maps, 0 if no key is shared. Heads that read different streams are not compared."
 )
 
 
 MOST_HEADS = 2048
-"""A matrix of more heads is unreadable."""
+"""The maximal number of heads in the matrix; larger ones are unreadable."""
 
 
 def similarity(layers: Sequence[Layer]) -> np.ndarray | None:
     """Return the similarity `[N, N]` of all heads; `None` for more than `MOST_HEADS`.
 
     `Σ_j √(p_ij r_ij)`, the mean over rows of the maps (Bhattacharyya 1943): 1 for equal maps, 0
-    where no key is shared, NaN for heads whose queries or keys are other streams. What a learned
-    sink takes is one outcome more.
+    if no key is shared, NaN for heads whose queries or keys are different streams. The weight on a
+    learned sink counts as an additional key.
 
     >>> from headwise.report.schema import Layer
     >>> maps = np.array([[[1, 0], [0.5, 0.5]], [[1, 0], [0, 1]]], dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The findings of a look: the heads of each label, the surest first, and a sentence about them."""
+"""The findings of a look: the heads of each label, strongest first, and a summary sentence."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Row = Mapping[str, Any]
 
 
 def labeled_heads(rows: Sequence[Row], rules: Sequence[Row]) -> dict[str, list[int]]:
-    """Return the rows of each label, in the order of the rules; of a label, the surest head first.
+    """Return the rows of each label, in the order of the rules, the strongest head first.
 
-    A head is the surer, the further its score is past the rule's threshold.
+    The strongest head is the one whose score is furthest past the threshold of the rule.
 
     >>> def row(score):
     ...     return {"labels": [{"label": "local", "score": score, "threshold": 0.5}]}
@@ -37,7 +37,7 @@ def labeled_heads(rows: Sequence[Row], rules: Sequence[Row]) -> dict[str, list[i
 
 
 def _margin(label: Row) -> float:
-    """Return how far a score is past its threshold, as a share of the way to the scale's end."""
+    """Return the margin of a score past its threshold, as a share of the remaining range."""
     score, threshold = label.get("score", 0.0), label.get("threshold", 0.0)
     if label.get("sign") == "≤":
         return (threshold - score) / (threshold or 1.0)
@@ -45,7 +45,7 @@ def _margin(label: Row) -> float:
 
 
 def finding(rows: Sequence[Row], rules: Sequence[Row]) -> str:
-    """Return one or two sentences: the first labels, and the head that the loss depends on most.
+    """Return one or two sentences: the first labels, and the most important head.
 
     >>> label = {"label": "local", "score": 0.9, "threshold": 0.5}
     >>> rows = [{"layer": 2, "head": 1, "labels": [label], "ablation": 0.41}]
@@ -57,7 +57,7 @@ def finding(rows: Sequence[Row], rules: Sequence[Row]) -> str:
         f"({'strongest: ' * (len(heads) > 1)}{_name(rows[heads[0]])})"
         for place, (label, heads) in enumerate(list(labeled_heads(rows, rules).items())[:3])
     ]
-    said = f"{', '.join(found)}." if found else "No head meets the rule of a label."
+    said = f"{', '.join(found)}." if found else "No head has a label."
     for metric, form in EFFECTS.items():
         known = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
         if known:
@@ -70,7 +70,7 @@ EFFECTS = {
     "ablation": "Ablating {} costs most: {:+.2g} nats of loss.",
     "importance": "The loss is most sensitive to {}.",
 }
-"""The metrics of an effect on the loss, the most certain first, with the sentence for each."""
+"""The metrics that measure importance, most direct first, with a sentence for each."""
 
 
 def _count(heads: int, of: int) -> str:

@@ -1,4 +1,4 @@
-"""Read model folders of any architecture with `transformers`, and those of GPT-2 without."""
+"""Read model folders: of any architecture with `transformers`, and of GPT-2 without it."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _ON_THE_HUB = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(.+)")
 _CARD = "README.md"
 _COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks|stages|experts|labels)$")
-MOST_LABELS = 1_000_000  # without a weight for each, as of a model that is stored without its head
-LONGEST_NAME = 60  # of a model card's heading, in letters, that is taken for a name
+MOST_LABELS = 1_000_000  # labels without weights, as in a model stored without its head
+LONGEST_NAME = 60  # the longest heading of a model card, in letters, that is used as a name
 
 
 def folder_of(model: str | Path) -> Path:
-    """Return the folder at that path, or else the newest snapshot of the model of that name in
+    """Return the folder at a path, or else the newest snapshot of the model with that name in
     Hugging Face's local cache. Nothing is downloaded.
 
     Raises:
-        FolderError: there is neither; the message names the command that fetches a model.
+        FolderError: neither exists; the message names the command that downloads the model.
     """
     path = Path(model)
     name = str(model)
     if path.exists() or not _ON_THE_HUB.fullmatch(name):
-        return path  # reading it says what is wrong, if anything is
+        return path  # reading it reports any problem
     cache = _cache()
     owned = [cache / f"models--{name.replace('/', '--')}"]
-    if "/" not in name:  # bert-base-uncased is what google-bert/bert-base-uncased was called
+    if "/" not in name:  # bert-base-uncased is the old name of google-bert/bert-base-uncased
         owned += sorted(cache.glob(f"models--*--{name}"))
     found = [snapshot for one in owned if (snapshot := _snapshot(one)) is not None]
     if not found:
         raise FolderError(
             f"{name}: no such folder, and Hugging Face's local cache ({cache}) has no model of "
-            f"that name; fetch it with: hf download {name}"
+            f"that name; download it with: hf download {name}"
         )
     return found[0]
 
@@ -77,7 +77,7 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def name_of(folder: str | Path) -> str:
-    """Return the name of a folder's model: its name on the Hub if the folder lies in Hugging Face's
+    """Return the name of a folder's model: its name on the Hub if the folder is in Hugging Face's
     cache, else the heading of its model card, else the folder's name.
 
     >>> name_of("/hub/models--google-bert--bert-base-uncased/snapshots/86b5e093")
@@ -109,14 +109,14 @@ def load_folder(
 ) -> tuple[nn.Module, Any]:
     """Load a model and its tokenizer, or its image processor, from a Hugging Face folder.
 
-    The class is that of `architectures` in `config.json`. Weights are read from safetensors alone,
-    and no code that lies in the folder is run.
+    The class is given by `architectures` in `config.json`. Weights are read from safetensors only,
+    and no code in the folder is run.
 
     Args:
-        dtype: of the weights; without, float32.
+        dtype: the dtype of the weights. Default: float32.
 
     Raises:
-        FolderError: whatever is wrong with the folder, in one line.
+        FolderError: the folder cannot be read; the message is one line.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -127,7 +127,9 @@ def load_folder(
         return model.to(device, dtype), tokenizer
     name = named[0] if isinstance(named, list) else named
     if not (name is None or (isinstance(name, str) and name.isidentifier())):
-        raise FolderError(f"{folder / CONFIG}: architectures={named!r}: no list of class names")
+        raise FolderError(
+            f"{folder / CONFIG}: architectures must be a list of class names, got {named!r}"
+        )
     numbers = sum(one.size for one in read_headers(weight_files(folder, name or "AutoModel")))
     _check_counts(config, numbers, folder / CONFIG)
     transformers = _transformers(folder)
@@ -150,8 +152,8 @@ def load_folder(
 
 
 def _check_counts(config: Any, numbers: int, where: Path) -> None:
-    """Raise FolderError if a config has more layers or experts than its files hold numbers, or far
-    more labels: `transformers` makes a list entry of each while it reads the config.
+    """Raise FolderError if a config has more layers or experts than the weights have numbers, or
+    far more labels: `transformers` creates a list entry for each while it reads the config.
     """
     entries = config.items() if isinstance(config, dict) else enumerate(config)
     for key, value in entries:
@@ -161,7 +163,7 @@ def _check_counts(config: Any, numbers: int, where: Path) -> None:
             most = max(numbers, MOST_LABELS) if found[2] == "labels" else numbers
             if value > most:
                 raise FolderError(
-                    f"{where}: {key}={value:,}, and the weights hold {numbers:,} numbers"
+                    f"{where}: {key}={value:,}, but the weights have only {numbers:,} numbers"
                 )
 
 
@@ -172,7 +174,7 @@ def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
     if images:
         kind, what = transformers.AutoImageProcessor, "image processor"
         files = ("preprocessor_config.json", "processor_config.json")
-    missing = FolderError(f"{folder}: holds no {what}; copy the model's {files[0]} there")
+    missing = FolderError(f"{folder}: contains no {what}; copy the model's {files[0]} there")
     try:
         reader = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:
@@ -189,7 +191,7 @@ def _transformers(folder: Path) -> Any:
         import transformers
     except ModuleNotFoundError:
         raise FolderError(
-            f"{folder}: models other than GPT-2 are read with the transformers package: "
+            f"{folder}: reading models other than GPT-2 requires the transformers package: "
             f"pip install 'headwise[hf]'"
         ) from None
     return transformers
@@ -203,7 +205,7 @@ def _class_of(transformers: Any, folder: Path, config: dict[str, Any], name: str
         return found
     own = "; code in a model's folder is not run" if "auto_map" in config else ""
     raise FolderError(
-        f"{folder / CONFIG}: architectures names {name}, which is no model of transformers "
+        f"{folder / CONFIG}: architectures names {name}, which is not a model of transformers "
         f"{transformers.__version__}{own}"
     )
 
@@ -211,23 +213,23 @@ def _class_of(transformers: Any, folder: Path, config: dict[str, Any], name: str
 def _check_weights(folder: Path, loading_info: dict[str, Any]) -> None:
     """Raise FolderError if weights are missing, as transformers would initialize them at random.
 
-    Poolers are exempt: they come after the attention, and base models are often stored without.
+    Poolers are exempt: they come after the attention, and base models are often stored without one.
     """
     missing = sorted(name for name in loading_info["missing_keys"] if "pooler" not in name)
     apart = sorted(str(one[0]) for one in loading_info.get("mismatched_keys", ()))
     for names, fault in ((missing, "missing from the weights"), (apart, "of another shape")):
         if names:
-            raise FolderError(f"{folder}: {and_more(names)}: {fault}, and {CONFIG} calls for it")
+            raise FolderError(f"{folder}: {and_more(names)}: {fault}, but required by {CONFIG}")
 
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Raise whatever `transformers` raises as a FolderError of one line."""
+    """Raise errors of `transformers` as a FolderError of one line."""
     try:
         yield
     except FolderError:
         raise
-    except Exception as error:  # a damaged folder makes them raise whatever comes
+    except Exception as error:  # damaged folders cause errors of many types
         said = shorten(str(error), 300, placeholder=" …") or type(error).__name__
         raise FolderError(f"{folder}: transformers cannot read it ({said})") from None
 

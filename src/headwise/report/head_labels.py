@@ -1,18 +1,19 @@
 """Label heads by rules that are data.
 
 A rule compares a metric of a head with a threshold. A head may have several labels, or none.
-Metrics are means over the valid queries that have the key in question; their share of all queries
-is the coverage.
+Metrics are means over the valid queries that have such a key; their share of all queries is the
+coverage.
 
 Sources: Clark et al. 2019 (previous and next token, `[CLS]`, separators, delimiters, broad heads),
 Voita et al. 2019 (positional heads), Olsson et al. 2022 (induction), Wang et al. 2022 (duplicate
 tokens), Xiao et al. 2023 (sinks), Gu et al. 2024 (a sink takes 0.3 of the weight), Raganato and
-Tiedemann 2018 (local heads), Dosovitskiy et al. 2020 (mean attention distance). The ideas are
-theirs; the thresholds, on means of exact weights, are headwise's, but for that of a sink.
+Tiedemann 2018 (local heads), Dosovitskiy et al. 2020 (mean attention distance). The patterns
+are from these papers; the thresholds, on means of exact weights, are headwise's, except for sinks.
 
-Where weights are drawn as models' mostly are, attention is uniform to within `UNEVEN` nats, and
-what uniform attention puts on the first of few tokens says nothing of a head: such labels, and
-`broad`, are for attention that is at least so far from uniform.
+With randomly initialized weights, attention is uniform to within `UNEVEN` nats. In a short text,
+uniform attention puts much weight on the first token and on other single tokens, which is no
+property of a head. Such labels, and `broad`, therefore require attention at least `UNEVEN` nats
+from uniform.
 """
 
 from __future__ import annotations
@@ -49,25 +50,25 @@ __all__ = [
 ]
 
 NO_LABEL = "unlabeled"
-"""The name of a head for which every rule was evaluated and none holds."""
+"""The name of a head for which all rules were evaluated and none holds."""
 
 NOT_EVALUATED = "not evaluated"
-"""The name of a head without a label while some rules could not be evaluated."""
+"""The name of a head without a label, if some rules could not be evaluated."""
 
 MIN_COVERAGE = 0.1
-"""A metric that fewer of the queries have evaluates no rule."""
+"""The minimal coverage: rules on metrics with a lower coverage are not evaluated."""
 
 OFFSETS = (1, -2, 2, -3, 3)
-"""The fixed offsets of positional heads; −1 and 0 have labels of their own."""
+"""The fixed offsets of positional heads; −1 and 0 have their own labels."""
 
 UNEVEN = 0.35
-"""Nats below uniform attention from which on it is not called uniform. No head of models with
-random weights of deviation 0.02, of widths from 64 to 2,048, was farther (docs/watching.md)."""
+"""The entropy gap in nats above which attention is not called uniform. It was smaller for all heads
+of models with random weights of deviation 0.02 and widths from 64 to 2,048 (docs/watching.md)."""
 
-LARGEST_GAP = 1e3  # of a head that looks at one key alone
+LARGEST_GAP = 1e3  # of a head that attends to a single key
 
 BARELY = 0.1
-"""A label met by less than this on random tokens stands behind those of the user's own text."""
+"""Labels with a smaller margin on random tokens are listed after those on the user's text."""
 
 _NEAR = ("self", "previous", "next", "back_2", "ahead_2", "back_3", "ahead_3")
 
@@ -79,8 +80,8 @@ class LabelRule:
     """A label that holds if the metric `key` is at least (or at most) `threshold`.
 
     `given` is a second condition on another metric: its key, sign and threshold. Several rules may
-    give one label: the first that holds gives its score. A key that ends in `_random` is a metric
-    on repeated random tokens. `encoders` marks metrics that only encoders have.
+    give the same label; its score is from the first that holds. A key that ends in `_random` is a
+    metric on repeated random tokens. `encoders` marks metrics that only encoders have.
     """
 
     label: str
@@ -99,7 +100,7 @@ class LabelRule:
         return (self.key,) if self.given is None else (self.key, self.given[0])
 
     def holds(self, figures: Mapping[str, Any]) -> bool:
-        """Return True if the rule holds for these metrics, none of which may be missing."""
+        """Return True if the rule holds for these metrics, none of which must be missing."""
         conditions = [(self.key, self.sign, self.threshold), *([self.given] if self.given else [])]
         return all(_meets(figures, *condition) for condition in conditions)
 
@@ -111,7 +112,7 @@ def _meets(figures: Mapping[str, Any], key: str, sign: Sign, threshold: float) -
 
 
 def _known(figures: Mapping[str, Any], key: str) -> bool:
-    """Return True if the metric `key` is finite and a mean over enough of the queries."""
+    """Return True if the metric `key` is finite and its coverage is sufficient."""
     score, coverage = figures.get(key), figures.get(f"{key}_coverage", 1.0)
     return score is not None and math.isfinite(score) and coverage >= MIN_COVERAGE
 
@@ -219,14 +220,14 @@ RULES: tuple[LabelRule, ...] = (
         given=_NOT_EVEN,
     ),
 )
-"""In the order of a head's labels: the first is what it is called where there is room for one."""
+"""The rules, in the order of a head's labels; if there is room for one, the first is shown."""
 
 
 @dataclass(frozen=True)
 class Label:
     """A label of a head: the metric `key` that gave it, its score and the threshold of its rule.
 
-    `coverage` is the share of queries that had what `key` measures.
+    `coverage` is the share of queries for which `key` is defined.
     """
 
     label: str
@@ -239,7 +240,7 @@ class Label:
 
 @dataclass(frozen=True, repr=False)
 class HeadName:
-    """Name a head by its labels, if any; `missing` are the labels that could not be evaluated.
+    """The labels of a head, if any; `missing` are the labels that could not be evaluated.
 
     >>> HeadName(0, 3)
     <HeadName: L0H3: unlabeled>
@@ -255,8 +256,7 @@ class HeadName:
 
     @property
     def label(self) -> str:
-        """Return the first label; without one `not evaluated` or, if nothing is missing,
-        `unlabeled`."""
+        """The first label; without one `not evaluated` or, if nothing is missing, `unlabeled`."""
         if self.labels:
             return self.labels[0].label
         return NOT_EVALUATED if self.missing else NO_LABEL
@@ -272,8 +272,8 @@ def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
     """Return every label of a head with these metrics, in the order of `RULES`.
 
     Args:
-        figures: a row of a table: figures, and `<name>_coverage` for those that a query can lack.
-            Those on repeated random tokens end in `_random`.
+        figures: a row of a table: metrics, and `<name>_coverage` for those that some queries lack.
+            Names of metrics on repeated random tokens end in `_random`.
 
     >>> [(label.label, label.score) for label in label_head({"previous": 0.6, "self": 0.4})]
     [('previous token', 0.6), ('self', 0.4)]
@@ -302,7 +302,7 @@ def derived(figures: Mapping[str, Any]) -> dict[str, float]:
 
     `near` is the weight on keys at most three tokens away, the query's own included: the sum of the
     weights at these distances, each times its coverage. `entropy_gap` is how far entropy lies below
-    that of uniform attention, in nats: `H / h − H` of the means, with the share h.
+    that of uniform attention, in nats: `H / h − H` of the means, with the normalized entropy h.
 
     >>> made = derived({"entropy": 2.0, "entropy_share": 0.8})
     >>> round(made["entropy_gap"], 9)
@@ -319,13 +319,13 @@ def derived(figures: Mapping[str, Any]) -> dict[str, float]:
         )
     entropy, share = figures.get("entropy"), figures.get("entropy_share")
     if entropy is not None and share is not None:
-        # A head without any entropy is as far from uniform as can be; how far is not known.
+        # Entropy 0 is the maximal distance from uniform; the gap itself cannot be computed.
         made["entropy_gap"] = LARGEST_GAP if share == 0 else entropy / share - entropy
     return made
 
 
 def unevaluated_labels(figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the labels none of whose rules has its metrics; without those of encoders alone."""
+    """Return the labels whose rules all lack metrics, except those of encoders only."""
     figures = {**derived(figures), **figures}
     evaluated = {rule.label for rule in RULES if all(_known(figures, key) for key in rule.keys)}
     every = dict.fromkeys(rule.label for rule in RULES if not rule.encoders)
@@ -337,16 +337,16 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
 
     Rules whose metrics were not observed are left out, and their labels are in `missing`: a head
     without a label is then called `not evaluated`. Induction and duplicate tokens are evaluated on
-    repeated random tokens, where meaning does not help, else on the text, as
-    `Label.key` says.
+    repeated random tokens, where meaning does not help, if given, else on the text (see
+    `Label.key`).
 
     Args:
-        seen: of a text, watched with `naming_statistics()` or a part of them.
-        repeats: of repeated random tokens, watched with at least `Mass(SameToken(ids))` and
-            `Mass(Induction(ids))`; modules that were not called there go without.
+        seen: the result of `watch()` on a text, with `naming_statistics()` or some of them.
+        repeats: the result of `watch()` on repeated random tokens, with at least
+            `Mass(SameToken(ids))` and `Mass(Induction(ids))`. Default: none.
 
     Raises:
-        ValueError: nothing was seen; a table in place of what was seen.
+        ValueError: no attention was captured; `seen` is a table and not the result of `watch()`.
 
     >>> import torch, headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -361,8 +361,8 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
         if not isinstance(given, Watched):
             kind = type(given).__name__
             raise ValueError(
-                f"name_heads({kind}): give what watch() saw, seen itself; of a row of its table, "
-                f"label_head(row) gives the labels."
+                f"name_heads({kind}): pass the result of watch() itself; for a row of its table, "
+                f"use label_head(row)."
             )
     on_random: dict[tuple[str, int], dict[str, Any]] = {}
     for row in repeats.table() if repeats is not None else ():
@@ -393,14 +393,14 @@ def naming_statistics(
     """Return the statistics that `watch()` must record to evaluate all rules of self-attention.
 
     Args:
-        tokens: ids `[B, S]` or `[S]`, one per key; without, induction and duplicate tokens are left
-            out (as for images).
-        delimiters: where the token is punctuation or a line break (`is_delimiter`), of the same
-            shape; without, that label is left out.
-        separators: where the tokenizer put a token of its own that is not the first, such as
-            `[SEP]`; without, that label is left out.
+        tokens: ids `[B, S]` or `[S]`, one per key; without them, induction and duplicate tokens are
+            left out (as for images).
+        delimiters: a mask of the same shape, True for punctuation and line breaks
+            (`is_delimiter`); without it, that label is left out.
+        separators: a mask of the same shape, True for tokens added by the tokenizer, such as
+            `[SEP]`, except the first; without it, that label is left out.
 
-    Of cross-attention, only entropy, the first token and delimiters mean something.
+    For cross-attention, only entropy, the first token and delimiters are meaningful.
 
     >>> import torch
     >>> ids = torch.tensor([5, 6, 7, 5, 6, 7])
@@ -425,8 +425,8 @@ def naming_statistics(
 def is_delimiter(text: str) -> bool:
     """Return True if a token's text is only punctuation or line breaks.
 
-    Punctuation is what Unicode calls so (general category P). Separators that a tokenizer adds,
-    such as `[SEP]`, are known to it, not to this function.
+    Punctuation is the Unicode general category P. Separators that a tokenizer adds, such as
+    `[SEP]`, cannot be recognized from their text.
 
     >>> [is_delimiter(text) for text in (",", " .", "...", "\\n", "end.", " ", "+")]
     [True, True, True, True, False, False, False]

@@ -13,7 +13,7 @@ from torch import Tensor
 from .sample import LookError, Part, Sample, Subject, as_look_error
 from .schema import Stream
 
-PICTURE_SIDE = 384  # pixels of the picture that is kept
+PICTURE_SIDE = 384  # pixels per side of the picture that is kept
 
 
 class Images(Subject):
@@ -24,22 +24,24 @@ class Images(Subject):
     def __init__(self, model: Any, processor: Any, context: int | None) -> None:
         super().__init__(model, context)
         if context is not None:
-            raise LookError(f"context {context}: an image is looked at as a whole; leave it out")
+            raise LookError(
+                f"context {context}: images are always read as a whole; leave context out"
+            )
         if getattr(model.config, "num_labels", 0) and "ImageClassification" in type(model).__name__:
             self.kind = "a vision transformer that names images"
-            self.loss_of = "the class that it finds likeliest"
+            self.loss_of = "its most likely class"
         self.processor = getattr(processor, "image_processor", processor)
         if not callable(self.processor) or hasattr(processor, "convert_ids_to_tokens"):
             raise LookError(
-                f"tokenizer={processor!r:.80}: {type(model).__name__} reads images, so give its "
-                f"image processor there"
+                f"tokenizer={processor!r:.80}: {type(model).__name__} reads images; pass its "
+                f"image processor"
             )
 
     def sample(self, text: Any, name: str) -> Sample:
         if not (isinstance(text, Path) or hasattr(text, "convert")):
             raise LookError(
-                f"{name} ({type(text).__name__}) is no image, and {type(self.model).__name__} "
-                f"reads images; give one of Pillow or its Path (--image FILE)"
+                f"{name} ({type(text).__name__}) is not an image, but {type(self.model).__name__} "
+                f"reads images; pass a Pillow image or a Path (--image FILE)"
             )
         image = open_image(text) if isinstance(text, Path) else text
         pixels = self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"]
@@ -63,7 +65,7 @@ class Images(Subject):
             grid=(rows, columns),
             picture=self._picture(pixels),
         )
-        # The class is that of the whole model, whatever is ablated later.
+        # The class that the intact model predicts, also when heads are ablated later.
         labels = given.logits.argmax(-1) if self.loss_of else None
         return Sample(inputs, [Part(stream)], len(stream.tokens), labels)
 
@@ -79,8 +81,8 @@ class Images(Subject):
         size = getattr(self.model.config, "patch_size", None)
         if size is None:
             raise LookError(
-                f"{type(self.model).__name__}: its config has no patch_size, so its tokens are "
-                f"not known to be patches; watch() sees its heads all the same"
+                f"{type(self.model).__name__}: its config has no patch_size, so its tokens cannot "
+                f"be matched to patches; watch() captures its heads nevertheless"
             )
         rows, columns = (size, size) if isinstance(size, int) else size
         return pixels.shape[-2] // rows, pixels.shape[-1] // columns
@@ -108,16 +110,18 @@ def open_image(path: str | Path) -> Any:
     """Read an image file.
 
     Raises:
-        LookError: it is missing, or no image; Pillow is missing.
+        LookError: the file is missing or not an image; Pillow is not installed.
     """
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
-        raise LookError("images need the pillow package: pip install 'headwise[images]'") from None
+        raise LookError(
+            "images require the pillow package: pip install 'headwise[images]'"
+        ) from None
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
     except FileNotFoundError:
         raise LookError(f"{path}: no such file") from None
     except (UnidentifiedImageError, OSError) as error:
-        raise LookError(f"{path}: no image can be read ({error})") from None
+        raise LookError(f"{path}: cannot be read as an image ({error})") from None

@@ -1,4 +1,4 @@
-"""`look()`: what every head of a model does on a text."""
+"""`look()`: a report on every head of a model on a text."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from .subjects import subject_of
 Report = Callable[[str, float], None]
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 ABLATION_LIMIT = 1e11
-"""The most heads × parameters × tokens of a model whose heads are ablated by default: seconds."""
+"""The largest heads × parameters × tokens for which heads are ablated by default: seconds."""
 
-EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in pieces of words, 0.07 in letters
+EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in subword tokens, 0.07 in letters
 
 
 def look(
@@ -68,45 +68,46 @@ def look(
     report: Report | None = None,
     over_ranks: bool = False,
 ) -> Look:
-    """See what each head of `model` does on a text, on many texts, or on an image.
+    """Report what each head of `model` does on a text, on many texts, or on an image.
 
-    Every figure is a statistic of `watch()`: its mean over all valid queries of all texts, with its
-    standard error over texts where there are several. Maps, top keys and the like are of the first
-    text. Figures named `…_random` are taken on repeated random tokens (Olsson et al. 2022).
+    Every metric is a statistic of `watch()`: its mean over all valid queries of all texts, with the
+    standard error over texts if there are several. Maps, top keys and other arrays describe the
+    first text. Metrics named `…_random` are measured on repeated random tokens (Olsson et al.
+    2022).
 
     Args:
-        model: a causal language model, an encoder or an encoder–decoder model of `transformers`; a
-            vision transformer of `transformers`; headwise's `GPT`; or any module that is called
-            with token ids `[1, T]` alone.
-        tokenizer: the model's own, of `tokenizers` or `transformers`, or any object that has
-            `encode(text)` and `decode(ids)`; of ids, also a string for each id, in a list or a
-            dict, or None; of an image, the processor.
-        text: a string; or many, in any iterable, of which one at a time is held; or token ids
-            `[T]`, a tensor or a list; or an image (of Pillow, or the `Path` of a file), or many.
-        target: what the decoder of an encoder–decoder model is given. Without, the model writes it:
-            the likeliest token each time, at most 48 of them.
-        context: how many tokens of a text to look at, at most the model's own context; without, as
-            many as that, but not over 2,048.
-        seed: of the random tokens, and of the tokens masked for a masked language model.
-        importance: also `importance()` of every head, on the texts' own loss. A model that has none
-            goes without, and the notice says so.
-        ablation: also `ablation_scan()`, which is a forward for each head and text. By default it
-            is measured on one text where that takes few operations (`ABLATION_LIMIT`).
-        loss: what importance and ablation are to mind in place of the texts' own loss:
-            `loss(model, inputs)` of one text, a scalar, where `inputs` are what the model is given
-            (`input_ids` and `attention_mask`, `pixel_values`; `ids` for a module of one's own).
-        model_name, text_name: what they are called in the result; without, the model goes by the
-            name under which `transformers` loaded it, or by its class.
-        title: of the page; without, both names.
-        report: called with what is being done (`"looking"`, `"importance"`, `"ablation"`) and its
-            share that is done, where the number of texts is known.
-        over_ranks: the ranks of the default process group share the texts; each calls this with all
-            of them, and each gets the whole result, with the figures of one process.
+        model: a causal language model, an encoder, an encoder–decoder model or a vision transformer
+            of `transformers`; headwise's `GPT`; or any module that is called with only token ids
+            `[1, T]`.
+        tokenizer: the model's tokenizer, from `tokenizers` or `transformers`, or any object with
+            `encode(text)` and `decode(ids)`. If `text` is token ids, it may also be a string for
+            each id (a list or a dict) or None. For images: the image processor.
+        text: a string, token ids `[T]` (a tensor or a list) or an image (from Pillow, or the `Path`
+            of a file); or an iterable of several texts or images, which are read one at a time.
+        target: the input of the decoder of an encoder–decoder model. Default: at most 48 tokens
+            that the model generates greedily.
+        context: the number of tokens of a text to read. Default: the model's context, but at most
+            2,048.
+        seed: the seed of the random tokens, and of the tokens masked for masked language models.
+        importance: also compute `importance()` of every head, for the loss on the texts. If the
+            model has no loss, it is skipped and the notice of the page explains why.
+        ablation: also run `ablation_scan()`, which takes a forward pass for each head and text.
+            Default: run it on a single text if that is fast (`ABLATION_LIMIT`).
+        loss: a loss for importance and ablation, `loss(model, inputs)`, that returns a scalar for
+            one text. `inputs` is the dict passed to the model (`input_ids` and `attention_mask`, or
+            `pixel_values`; `ids` for other modules). Default: the model's loss on the text.
+        model_name, text_name: the names in the result. Default for the model: the name under which
+            `transformers` loaded it, or its class.
+        title: the title of the page. Default: both names.
+        report: a function that is called with the current task (`"looking"`, `"importance"`,
+            `"ablation"`) and the share that is done, if the number of texts is known.
+        over_ranks: share the texts between the ranks of the default process group. Every rank must
+            call this with all texts, and gets the same result as a single process would.
 
     Raises:
-        LookError: what the model cannot read, a tokenizer of another model, attention that is not
-            finite.
-        TextError: no text of at least two tokens.
+        LookError: the model cannot read the input, the tokenizer belongs to another model, or
+            attention is not finite.
+        TextError: no text has at least two tokens.
 
     >>> from headwise.models.corpus import train_tokenizer
     >>> from headwise.models import GPT, GPTConfig
@@ -118,12 +119,12 @@ def look(
     """
     if not isinstance(model, nn.Module):
         raise LookError(
-            f"look({model!r:.80}, …): the model is to be a module, such as one that "
-            f"from_pretrained() gives; `headwise look --model FOLDER` reads a folder"
+            f"look({model!r:.80}, …): model must be a module, such as the result of "
+            f"from_pretrained(); to read a folder, use `headwise look --model FOLDER`"
         )
     for name, value in (("context", context), ("seed", seed)):
         if value is not None and as_int(value) is None:
-            raise LookError(f"look(…, {name}={format_value(value)}): give a whole number")
+            raise LookError(f"look(…): {name} must be an integer, got {format_value(value)}")
     subject = subject_of(model, tokenizer, context=context, seed=seed, target=target)
     shared = Ranks.over_ranks() if over_ranks else ONE_RANK
     samples = Samples(subject, text, text_name, shared.rank, shared.size)
@@ -190,7 +191,7 @@ def _collect_all(
     places = survey(subject.model, lambda: subject.logits(first))
     resolution = resolution_of(places)
     own = None if samples.number is None else len(samples)
-    # repeated random tokens are run twice: many rows for the figures, a short one to be shown
+    # two runs on repeated random tokens: many rows for the metrics, a short one for display
     collected = Collected(_steps(report_progress, len(places), own, 2 * (repeats is not None)))
     total, number = 0.0, 0
     for sample in samples:
@@ -198,7 +199,7 @@ def _collect_all(
         losses = _run(
             subject, sample, partial(collect, subject.model, sample, collected, resolution=drawn)
         )
-        if losses is None and subject.loss_of:  # of another forward, with tokens hidden
+        if losses is None and subject.loss_of:  # from a separate forward, with masked tokens
             losses = subject.losses(sample)
         if losses is not None:
             total, number = total + float(losses.sum()), number + losses.numel()
@@ -218,21 +219,21 @@ def _collect_all(
 
 
 def _on_repeats(subject: Subject, repeats: Sample | None, collected: Collected) -> dict[str, Any]:
-    """Run the model on repeated random tokens; return its losses on either copy."""
+    """Run the model on repeated random tokens; return its loss on each copy."""
     if repeats is None:
         return {}
     losses = _run(subject, repeats, partial(collect_on_repeats, subject.model, repeats, collected))
     facts = {"random_rows": RANDOM_ROWS, "random_period": repeats.period}
     copies: list[float | None] = [None, None]
     if losses is not None and repeats.period > 1:
-        # The start of a copy is unpredictable, so its first token does not count.
+        # The start of a copy is unpredictable, so its first token is excluded.
         start, stop = repeats.period, 2 * repeats.period - 1
         copies = [float(part.mean()) for part in (losses[:, : start - 1], losses[:, start:stop])]
     return {**facts, "loss_first_copy": copies[0], "loss_second_copy": copies[1]}
 
 
 def _on_a_short_repeat(subject: Subject, seed: int, collected: Collected) -> list[Stream]:
-    """Run the model on one short repeated piece whose maps are kept; return its tokens."""
+    """Run the model on one short repeated piece and keep its maps; return its tokens."""
     heads = sum(layer.heads for layer in collected.layers)
     repeat = subject.repeats(seed, 1, short_period(heads), legible=True)
     if repeat is None:
@@ -244,7 +245,7 @@ def _on_a_short_repeat(subject: Subject, seed: int, collected: Collected) -> lis
 def _run(
     subject: Subject, sample: Sample, gathered: Callable[[Callable[[], None]], None]
 ) -> Tensor | None:
-    """Run a forward while its calls are collected; return its losses."""
+    """Run a forward pass and collect its calls; return its losses."""
     given: list[Tensor | None] = []
 
     def forward() -> None:
@@ -293,9 +294,9 @@ def _no_loss_notice(subject: Subject) -> str:
     kind = type(subject.model).__name__
     head = re.sub(r"Model$", "", kind)
     return (
-        f"No importance and no ablation: {kind} has no loss on what it reads. Look at the model "
-        f"with its head for words (a folder whose config.json names {head}ForMaskedLM, say), or in "
-        f"Python give one: hw.look(…, importance=True, loss=lambda model, inputs: …)."
+        f"Importance and ablation were skipped: {kind} has no loss on its input. Load the model "
+        f"with its language-model head (a folder whose config.json names {head}ForMaskedLM), or "
+        f"pass a loss in Python: hw.look(…, importance=True, loss=lambda model, inputs: …)."
     )
 
 
@@ -303,15 +304,15 @@ def _require_reiterable(samples: Samples) -> None:
     """Raise LookError for texts that cannot be iterated twice."""
     if not samples.again:
         raise LookError(
-            f"importance and ablation go through {samples.name} again, and an iterator can be gone "
-            f"through once; give a list"
+            f"importance and ablation read {samples.name} a second time, which an iterator does "
+            f"not allow; pass a list"
         )
 
 
 def _facts_of(
     subject: Subject, first: Sample, texts: tuple[int, int], unseen: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the facts about the model and the texts: the numbers read and skipped as too short."""
+    """Return the facts about the model and the texts, such as the numbers read and skipped."""
     model, (read, short) = subject.model, texts
     weights = next(model.parameters())
     return {
@@ -347,11 +348,11 @@ def _truncated(first: Sample, subject: Subject) -> str | None:
     shown = len(first.parts[0])
     if first.total <= shown:
         return None
-    why = "the given context ends there"
+    why = "this is the given context"
     if shown == subject.longest:
-        why = "the model's context ends there"
+        why = "this is the model's context"
     elif subject.context is None:
-        why = "for more, give a context (--context)"
+        why = "for more, set the context (--context)"
     return f"Only the first {shown:,} of the text's {first.total:,} tokens are shown: {why}."
 
 
@@ -363,8 +364,8 @@ def _vocabulary_mismatch(subject: Subject) -> str | None:
     if size is None or size <= subject.vocab:
         return None
     return (
-        f"The tokenizer has {size:,} tokens and {type(subject.model).__name__} reads "
-        f"{subject.vocab:,}: do they belong together?"
+        f"The tokenizer has {size:,} tokens but {type(subject.model).__name__} has "
+        f"{subject.vocab:,}: check that they belong together."
     )
 
 
@@ -374,7 +375,7 @@ def _skipped_modules(left_out: dict[str, str]) -> list[str]:
     for name in left_out:
         kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
     return [
-        f"Not shown: {escaped(kind if len(names) > 1 else names[0])}, as {left_out[names[0]]}."
+        f"Not shown: {escaped(kind if len(names) > 1 else names[0])}: {left_out[names[0]]}."
         for kind, names in kinds.items()
     ]
 
@@ -382,7 +383,7 @@ def _skipped_modules(left_out: dict[str, str]) -> list[str]:
 def _repetitive(first: Sample) -> str | None:
     """Return the notice that a text has few different tokens, or None.
 
-    The share of pairs of places with equal tokens is what uniform attention puts on them.
+    Uniform attention puts on equal tokens the share of pairs of positions with equal tokens.
     """
     ids = first.parts[0].ids
     if ids is None:
@@ -393,7 +394,7 @@ def _repetitive(first: Sample) -> str | None:
         return None
     return (
         f"The text has only {len(times)} different tokens: uniform attention would put {equal:.0%} "
-        f"of its weight on equal ones, so same-token and induction figures mean little."
+        f"of its weight on equal ones, so same-token and induction metrics are unreliable."
     )
 
 

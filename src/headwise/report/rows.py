@@ -12,7 +12,7 @@ from .head_labels import derived, label_head
 from .schema import Stream
 
 AHEAD = ("next", "ahead_2", "ahead_3")
-"""Metrics of keys ahead, which causal attention does not have."""
+"""Metrics on keys ahead, which causal attention does not have."""
 
 
 def rows_of(
@@ -24,12 +24,13 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return one row per head, in order of layer and head.
 
-    Where queries see ahead and the tokenizer put the first key there, the weight on it is also that
-    on the class token, `cls`.
+    If attention is not causal and the tokenizer added the first token, the weight on it is also the
+    weight on the class token, `cls`.
 
     Args:
-        streams: of the first text; layers count in them.
-        effects: tables of what heads do to a loss, as `importance()` and `ablation_scan()` give.
+        streams: the streams of the first text, which layers refer to by index.
+        effects: tables of the effects of heads on a loss, from `importance()` and
+            `ablation_scan()`.
     """
     numbers = {name: number for number, name in enumerate(collected.seen.modules)}
     causal = {layer.name for layer in collected.layers if layer.causal}
@@ -71,7 +72,7 @@ def _random(collected: Collected) -> list[dict[str, Any]]:
 def _figures(
     row: Mapping[str, Any], ending: str, unknown: Sequence[str]
 ) -> Iterator[tuple[str, float | None]]:
-    """Yield the row's metrics with `ending` after their names; None without any target."""
+    """Yield the row's metrics with `ending` added to their names; None if no query has a target."""
     for column in COLUMNS:
         key = column.key.removesuffix(ending) if ending else column.key
         coverage = row.get(f"{key}_coverage")

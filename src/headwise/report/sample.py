@@ -1,4 +1,4 @@
-"""The input of a forward, and how a model is called with it."""
+"""The input of a forward pass, and the interface to models that read it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .tokens import AnyTokenizer, Encoded, LookError, TokenStrings, ids_of
 DEFAULT_CONTEXT = 2048  # tokens of a text that are read by default
 RANDOM_ROWS = 8
 RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens
-CANDIDATES = 4096  # tokens among which those of letters are looked for
-STRETCH = 256  # tokens whose logits are in float64 at a time
+CANDIDATES = 4096  # sampled tokens among which tokens of letters are searched
+STRETCH = 256  # tokens whose logits are converted to float64 at a time
 
 _CROSS = re.compile(r"cross|enc(oder)?_?(dec|attn)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A stream as tensors: its tokens `[S]` or `[B, S]`, which are delimiters and which separators,
-    `[S]` both."""
+    """A stream as tensors: its tokens `[S]` or `[B, S]`, and masks `[S]` of delimiters and
+    separators."""
 
     stream: Stream
     ids: Int[Tensor, "*B S"] | None = None
@@ -45,11 +45,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One forward of a model: `inputs`, its keywords; the streams that it reads; what it should
-    give, `labels`, for its loss. `total` is how many tokens there are of the whole text.
+    """One forward pass: `inputs`, the keyword arguments; the streams that the model reads;
+    `labels`, the targets of its loss. `total` is the number of tokens of the whole text.
 
-    `encoder` are the prefixes of the names of modules that read the first of two streams. `period`
-    is that of random tokens which come twice.
+    `encoder` holds the name prefixes of modules that read the first of two streams. `period` is the
+    number of random tokens before they repeat.
     """
 
     inputs: dict[str, Tensor]
@@ -60,11 +60,11 @@ class Sample:
     period: int = 0
 
     def place(self, module: str, queries: int, keys: int) -> tuple[str, int, int]:
-        """Return the streams of a call's queries and keys: `self` or `cross`, and two indices.
+        """Return `self` or `cross`, and the indices of the streams of a call's queries and keys.
 
-        Of an encoder and a decoder, modules inside the encoder read the first stream. In the
-        decoder lengths decide; for streams of equal length, the module's name. A length that is no
-        stream's becomes a stream of its own, of numbered positions.
+        In an encoder–decoder model, modules inside the encoder read the first stream. In the
+        decoder, streams are identified by length, or by module name if the lengths are equal. A
+        length that matches no stream adds a new stream of numbered positions.
         """
         if len(self.parts) > 1 and not module.startswith(self.encoder):
             lengths = [len(part) for part in self.parts[:2]]
@@ -87,7 +87,7 @@ class Sample:
 
 @contextmanager
 def as_look_error(model: nn.Module) -> Iterator[None]:
-    """Raise what a model raises on unsuitable inputs as a `LookError`."""
+    """Raise errors of a model on unsuitable inputs as a `LookError`."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
@@ -96,10 +96,10 @@ def as_look_error(model: nn.Module) -> Iterator[None]:
         if isinstance(error, IndexError) and rows:
             tables = " and ".join(f"{number:,}" for number in sorted({*rows}))
             said += (
-                f"; its tables have {tables} rows, and a token or a position is beyond one: the "
-                f"tokenizer is another model's, or context= is too long"
+                f"; its tables have {tables} rows, and a token or position is out of range: "
+                f"the tokenizer belongs to another model, or context= is too long"
             )
-        raise LookError(f"{type(model).__name__} cannot run on this: {said}") from error
+        raise LookError(f"{type(model).__name__} cannot run on this input: {said}") from error
 
 
 def _end(module: str) -> str:
@@ -108,10 +108,10 @@ def _end(module: str) -> str:
 
 
 class Subject(ABC):
-    """A model to look at: how it is called, and what it reads.
+    """A model to look at: its calling convention and its input.
 
     kind: a description of the model. loss_of: a description of its loss; empty without one.
-    longest: the most tokens that it reads, where there is such a bound.
+    longest: the maximal number of tokens that it reads, if it is limited.
     """
 
     kind: str
@@ -126,7 +126,7 @@ class Subject(ABC):
         """Return the number of tokens of a text that are read.
 
         Raises:
-            LookError: a context that the model does not have.
+            LookError: the context is longer than that of the model, or too short.
         """
         longest = self.longest
         if self.context is None:
@@ -134,7 +134,7 @@ class Subject(ABC):
         if self.context < 2 or (longest is not None and self.context > longest):
             bounds = "2 on" if longest is None else f"2 to {longest}"
             what = "" if longest is None else f"the model's context is {longest} tokens, so "
-            raise LookError(f"context {self.context}: {what}give a number from {bounds}")
+            raise LookError(f"context {self.context}: {what}pass a number from {bounds}")
         return self.context
 
     @property
@@ -146,7 +146,7 @@ class Subject(ABC):
         """Prepare a text or an image for the model.
 
         Raises:
-            TextError: fewer than two tokens.
+            TextError: the text has fewer than two tokens.
         """
 
     def repeats(
@@ -159,7 +159,7 @@ class Subject(ABC):
     ) -> Sample | None:
         """Return rows of repeated random tokens, at most `period` of them; `None` without tokens.
 
-        legible: no token comes twice in a period, and all are letters where there are so many.
+        legible: use distinct tokens of letters only, if there are enough.
         """
         return None
 
@@ -179,7 +179,7 @@ class Subject(ABC):
     def mean_loss(self, model: nn.Module, sample: Sample) -> Tensor:
         """Return the loss of each row `[B]`, for `importance()` and `ablation_scan()`."""
         losses = self.losses(sample)
-        assert losses is not None  # nobody asks a model for a loss that it does not have
+        assert losses is not None  # only called for models that have a loss
         return losses.mean(1)
 
 
@@ -194,8 +194,8 @@ class TokenSubject(Subject):
         """Encode the text as ids of the model: at least two, one of them not a special token.
 
         Raises:
-            LookError: no text, or one of another model's tokens.
-            TextError: fewer than two tokens.
+            LookError: `text` is not a text, or has token ids that the model does not have.
+            TextError: the text has fewer than two tokens.
         """
         ids = ids_of(text)
         if ids is not None:
@@ -204,34 +204,34 @@ class TokenSubject(Subject):
             encoded = self.words.encode(text, self.limit)
         else:
             raise LookError(
-                f"{name} ({type(text).__name__}) is no string, and {type(self.model).__name__} "
-                f"reads text; give a string (--text FILE), or a list of token ids"
+                f"{name} ({type(text).__name__}) is not a string, but {type(self.model).__name__} "
+                f"reads text; pass a string (--text FILE) or a list of token ids"
             )
         extra = len(encoded.special)
         own = len(encoded.ids) - extra
         if len(encoded.ids) < 2 or not own:
             added = f" and {extra} that the tokenizer adds" if extra else ""
             raise TextError(
-                f"{name}: {own} token(s) long{added}, and at least 2 are needed; give a longer text"
+                f"{name}: {own} token(s) long{added}; at least 2 are required; pass a longer text"
             )
         if max(encoded.ids) >= self.vocab or min(encoded.ids) < 0:
             odd = max(encoded.ids) if max(encoded.ids) >= self.vocab else min(encoded.ids)
             size = self.words.size
             which = "" if size is None else f" of {size:,}"
             raise LookError(
-                f"{name}: token {odd} in a model of {self.vocab:,} tokens; the model "
+                f"{name}: token id {odd} in a model of {self.vocab:,} tokens; the model "
                 f"({type(self.model).__name__}) and the tokenizer{which} do not belong together"
             )
         return encoded
 
     def _encoded_ids(self, ids: list[int]) -> Encoded:
-        """Wrap ids that were given in place of a text."""
+        """Wrap ids that were passed in place of a text."""
         kept = ids[: self.limit]
         special, size = self.words.special, self.words.size
         if size is not None and size <= max(kept, default=0) < self.vocab:
             raise LookError(
-                f"token {max(kept):,} is among the ids, and there are strings for {size:,} tokens; "
-                f"give one for each id of the model's {self.vocab:,}, or a dict {{id: string}}"
+                f"the ids contain token {max(kept):,}, but there are strings for {size:,} tokens; "
+                f"pass one for each of the model's {self.vocab:,} ids, or a dict {{id: string}}"
             )
         places = tuple(place for place, one in enumerate(kept) if one in special)
         return Encoded(kept, places, len(ids), self.words.pieces(kept))
@@ -277,7 +277,7 @@ class TokenSubject(Subject):
         """Return rows of repeated random tokens between the tokenizer's own first and last tokens;
         the number of its first tokens, and the period.
 
-        Tokens that stand for no text are not drawn.
+        Special tokens are not sampled.
         """
         before, after = self.ends
         limit = DEFAULT_CONTEXT if self.longest is None else self.longest
@@ -301,8 +301,8 @@ class TokenSubject(Subject):
         return torch.cat(parts, 1).to(self.device), len(before), period
 
     def _legible(self, ids: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        """Return those of these tokens that are distinct words of letters; all of them if there are
-        fewer than `number`."""
+        """Return the distinct tokens that consist of letters, or all tokens if there are fewer than
+        `number`."""
         some = ids[torch.randperm(len(ids), generator=generator)[:CANDIDATES]]
         texts = [text.strip() for text in self.words.texts(some.tolist())]
         letters = {text: place for place, text in enumerate(texts) if text.isalpha()}

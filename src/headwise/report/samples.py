@@ -1,4 +1,4 @@
-"""TextFile, one or many, read one at a time and made into what a model reads."""
+"""Read texts or images one at a time and convert them to model inputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from .tokens import ids_of
 
 
 class Samples:
-    """The samples of a text, or of many; of many, those that are too short are skipped.
+    """The samples of one text or several; with several, those that are too short are skipped.
 
-    Several ranks share them: the first that can be read is of rank 0, and each after it is of the
-    next rank.
+    Several ranks share the samples: rank 0 has the first that can be read, and each later one
+    belongs to the next rank.
 
-    again: whether they can be gone through more than once. number: how many there are for all
-    ranks, where that is known. read, short: how many of this rank's were looked at and passed over,
-    the last time.
+    again: True if they can be iterated more than once. number: the number for all ranks, if known.
+    read, short: the numbers of this rank's samples that were read and skipped in the last pass.
     """
 
     def __init__(
@@ -39,10 +38,10 @@ class Samples:
 
     @property
     def first(self) -> Sample:
-        """Return the first sample that can be read, of whichever rank.
+        """Return the first sample that can be read, of any rank.
 
         Raises:
-            TextError: no text of at least two tokens.
+            TextError: no text has at least two tokens.
         """
         return self._first[1]
 
@@ -56,7 +55,7 @@ class Samples:
                 if not self.again:
                     self._texts = chain(before, texts)
                 return number, sample
-        raise TextError(f"{self.name}: no text of at least 2 tokens in it")
+        raise TextError(f"{self.name}: contains no text of at least 2 tokens")
 
     def _sample(self, number: int, text: Any) -> Sample | None:
         name = f"{self.name}, text {number + 1}" if self.many else self.name
@@ -68,7 +67,7 @@ class Samples:
             return None
 
     def _own(self, number: int) -> bool:
-        """Return True if a text is this rank's."""
+        """Return True if a text belongs to this rank."""
         after = number - self._first[0]
         return after % self._ranks == self._rank if after >= 0 else self._rank == 0
 
@@ -92,11 +91,11 @@ class Samples:
 
 
 class TextFile:
-    """The texts of a file, one a line, blank lines left out; or of a folder's `.txt` files, by
-    name, each of them one text.
+    """The texts of a file, one per line without blank lines; or of the `.txt` files of a folder,
+    one per file, by name.
 
     Raises:
-        TextError: no such file or folder, no text in it, or one that is not UTF-8.
+        TextError: the file or folder does not exist, has no text, or is not UTF-8.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -127,7 +126,7 @@ def _read_whole(path: Path) -> str:
 
 @contextmanager
 def _as_text_error(path: Path) -> Iterator[None]:
-    """Raise errors of reading as a `TextError`."""
+    """Raise read errors as a `TextError`."""
     try:
         yield
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The result of `look()`: data on every head, which the page and tables draw."""
+"""The result of `look()`: the data on every head that pages and tables show."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ FORMAT = "headwise look 1"
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """The errors that reading a damaged document raises."""
 
-FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
-FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
+FINE_ENTRIES = 150_000  # up to this number of top weights, each has a resolution of 1/65534
+FINE_PAIRS = (
+    512 * 512 // 2
+)  # up to this number of pairs of heads, similarity has a resolution of 1/254
 
 
 FACTS = {
@@ -40,23 +42,22 @@ FACTS = {
 
 
 class LookFileError(ValueError):
-    """A file that holds no look: the message says which, why and what to do."""
+    """Raised for a file without a look; the message names the file, the reason and a fix."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stream(Brief):
-    """A sequence that attention reads or writes: the tokens of a text, the patches of an image.
+    """A sequence of queries or keys: the tokens of a text, or the patches of an image.
 
     name: `"text"`, `"encoder"`, `"decoder"`, `"image"`.
-    tokens: each as text; bytes that are not whole characters as `\\xe2`. Of an image, its special
-        tokens by name and its patches as `row,column`.
-    special: the tokens that the tokenizer added (`[CLS]`, `<s>`), by number.
-    grid: of an image, rows and columns of its patches, which are the last tokens of the stream.
-    picture: of an image, itself as a PNG of a few hundred pixels a side.
-    pieces: the text itself, cut where tokens end: joined, it is the text as it was written. A token
-        that the tokenizer added has none, nor have the later bytes of a character. Of a tokenizer
-        that does not say where its tokens stand, and of what a model wrote, it is the text as
-        decoded; None where there is no such text.
+    tokens: each token as text; bytes that are not whole characters as `\\xe2`. For an image, its
+        special tokens by name and its patches as `row,column`.
+    special: the indices of the tokens that the tokenizer added (`[CLS]`, `<s>`).
+    grid: for an image, the rows and columns of its patches, the last tokens of the stream.
+    picture: for an image, a PNG of it with a few hundred pixels per side.
+    pieces: the original text, cut where tokens end; the pieces joined are the text. The piece is
+        empty for tokens that the tokenizer added and for later bytes of a character. For tokenizers
+        without offsets, and for generated text, it is the decoded text; None if there is no text.
     """
 
     name: str
@@ -69,27 +70,26 @@ class Stream(Brief):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layer(Brief):
-    """One attention module on the first text: what every one of its H heads did with T queries
-    and S keys.
+    """One attention module on the first text: the attention of its H heads from T queries to S
+    keys.
 
-    queries, keys: the streams (by number in `Look.streams`) that they come from.
-    maps: `[H, n, m]` in 0…1. With n = T and m = S the attention itself, else blocks of tokens:
-        token i lies in block `i · n // T`; a cell is the mean over a block's queries of their mass
-        on the block of keys, so rows sum to 1 (less what a sink takes).
-    top_keys, top_weights: `[H, T, k]`, the keys that each query attends to most, exactly, in order
-        of weight; −1 and 0 where there are fewer.
-    offsets: `[H, b]`, the share of the mass that lies so far back, in bins of which `Look.offsets`
-        gives the first distances; None for cross-attention.
-    entropy: `[H, T]`, in nats; NaN for queries that may attend to nothing.
-    received: `[H, S]`, the attention that each key received, summed over queries.
-    repeat: `[H, n, n]`, the attention itself on a short piece of repeated random tokens, of
-        which `Look.repeats` has the tokens; None for cross-attention, and of images.
-    visible: `[T]`, how many keys each query may attend to; None where that is all of them, or
-        (`causal`) all up to its own.
+    queries, keys: the indices of their streams in `Look.streams`.
+    maps: `[H, n, m]` in 0…1. With n = T and m = S, the attention weights, else means over blocks:
+        token i is in block `i · n // T`; a cell is the mean over the queries of a block of their
+        total weight on a block of keys, so rows sum to 1 (minus the weight on a learned sink).
+    top_keys, top_weights: `[H, T, k]`, the keys that each query attends to most, by descending
+        weight, which is exact; −1 and 0 if there are fewer.
+    offsets: `[H, b]`, the share of the weight in each distance bin; `Look.offsets` has the first
+        distance of each bin; None for cross-attention.
+    entropy: `[H, T]`, in nats; NaN for queries without a visible key.
+    received: `[H, S]`, the attention that each key receives, summed over queries.
+    repeat: `[H, n, n]`, the attention weights on the short piece of repeated random tokens in
+        `Look.repeats`; None for cross-attention and for images.
+    visible: `[T]`, the number of keys that each query may attend to; None if it is all keys, or
+        (`causal`) all up to the query.
 
-    In a file, and so in what is read from one, arrays have 8 bits a number (small models' top
-    weights 16), and where `budget()` asks for it entropy and received are means over blocks of
-    tokens, cut as those of maps.
+    Arrays in files have 8 bits per number (top weights of small models 16), and also after reading
+    a file. For large models, entropy and received are means over blocks of tokens (`budget()`).
     """
 
     name: str
@@ -116,19 +116,19 @@ class Layer(Brief):
 class Look:
     """The metrics and maps of every head of a model on one text or many.
 
-    rows: one dict a head, in order of layer and head: `layer` (number in `layers`), `head`,
+    rows: one dict per head, in order of layer and head: `layer` (index in `layers`), `head`,
         `module` (its qualified name), `labels` (a list of dicts `label`, `key`, `score`,
         `threshold`, `coverage`; empty for an unlabeled head), then a number for each of `columns`,
-        with `<name>_coverage` (share of queries that had a target) and `<name>_se` (standard error
-        over texts) where there is one. A metric that a head lacks is None.
+        with `<name>_coverage` (share of queries that have a target) and `<name>_se` (standard error
+        over texts), if defined. A metric that a head lacks is None.
     layers: each attention module on the first text.
-    streams: what was read; `Layer.queries` and `Layer.keys` count in it.
-    offsets: the first distance of each bin of `Layer.offsets`; bins end where the next begins.
-    similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None where unknown.
+    streams: the streams that were read; `Layer.queries` and `Layer.keys` are indices into them.
+    offsets: the first distance of each bin of `Layer.offsets`; each bin ends where the next begins.
+    similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None if not computed.
     repeats: the short piece of random tokens of `Layer.repeat`, for each of `streams` that has one.
-    columns, rules: how each metric and label is defined (dicts of `catalog.Column` and
+    columns, rules: the definitions of metrics and labels (dicts of `catalog.Column` and
         `LabelRule`), so that the data can be read without this version of headwise.
-    provenance: how it was made; plain strings, numbers, lists and dicts of them.
+    provenance: facts about model, texts and settings; plain strings, numbers, lists and dicts.
     """
 
     rows: list[dict[str, Any]]
@@ -150,7 +150,7 @@ class Look:
         )
 
     def to_pandas(self) -> DataFrame:
-        """Return `rows` as a pandas `DataFrame`, a row per head; `labels` are their names.
+        """Return `rows` as a pandas `DataFrame`, a row per head; `labels` are lists of names.
 
         Raises:
             ImportError: pandas is not installed.
@@ -166,16 +166,15 @@ class Look:
         """Draw one metric of every head: layers down, heads across.
 
         Args:
-            metric: a key of `columns`; by default the first.
-            backend: `"plotly"` for a figure that answers to the pointer, `"matplotlib"` for a
-                static one.
+            metric: a key of `columns`. Default: the first.
+            backend: `"plotly"` for an interactive figure, `"matplotlib"` for a static one.
 
         Returns:
             A Plotly or a matplotlib `Figure`.
 
         Raises:
             ImportError: the library is not installed.
-            ValueError: no such metric, or another backend.
+            ValueError: the metric or the backend does not exist.
         """
         keys = [column["key"] for column in self.columns]
         rows = [{key: row.get(key) for key in ("layer", "head", *keys)} for row in self.rows]
@@ -183,11 +182,11 @@ class Look:
         return heads_figure(rows, metric, titles, backend)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame of its own."""
+        """Return the page in an iframe."""
         return framed(render_page(self))
 
     def document(self) -> dict[str, Any]:
-        """Return what `to_json` writes, as a dict."""
+        """Return the content of `to_json()` as a dict."""
         return {
             "format": FORMAT,
             "provenance": finite(self.provenance),
@@ -202,27 +201,28 @@ class Look:
         }
 
     def to_json(self) -> str:
-        """Return all of it as one JSON document; numbers that are not finite are `null`.
+        """Return the look as one JSON document; numbers that are not finite are `null`.
 
-        Rows are exact. Arrays are grids (see `headwise.report.codec`), as coarse as `Layer` says.
+        Rows are exact. Arrays are grids (see `headwise.report.codec`) with the resolution given in
+        `Layer`.
         """
         return json.dumps(self.document(), ensure_ascii=False, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> Look:
-        """Return the look of a document that `to_json` wrote.
+        """Return the look in a document that `to_json` wrote.
 
         Raises:
-            LookFileError: text that is no such document.
+            LookFileError: the text is not such a document.
         """
         try:
             return _look_of(json.loads(text))
         except (*_DAMAGE, MemoryError) as error:
-            raise LookFileError(f"no look that headwise saved ({_explain(error)})") from error
+            raise LookFileError(f"not a look that headwise saved ({_explain(error)})") from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json()` to a file, whole or not at all."""
-        # A lone surrogate has no bytes, and an escape of its own in JSON.
+        """Write `to_json()` to a file, completely or not at all."""
+        # A lone surrogate cannot be encoded in UTF-8; JSON has an escape for it.
         path, content = Path(path), self.to_json().encode("utf-8", "backslashreplace")
         write_whole(path.parent, {path.name: lambda part: part.write_bytes(content)})
         return path
@@ -232,7 +232,7 @@ def load(path: str | os.PathLike[str]) -> Look:
     """Read the look in a file that `Look.save` wrote, or in a page of `headwise look`.
 
     Raises:
-        LookFileError: a file that holds no look, a page that compares two, or no file.
+        LookFileError: the file does not exist, contains no look, or is a page that compares two.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8")
@@ -243,12 +243,12 @@ def load(path: str | os.PathLike[str]) -> Look:
         raise LookFileError(f"{path}: cannot be read ({error.strerror})") from error
     except _DAMAGE as error:
         raise LookFileError(
-            f"{path}: {_explain(error)}; give a file of `headwise look --save` or one of its pages"
+            f"{path}: {_explain(error)}; pass a file or a page written by `headwise look`"
         ) from error
 
 
 def _only_one(looks: list[dict[str, Any]]) -> str:
-    _must_be(list, looks, "what the page holds")
+    _must_be(list, looks, "the data of the page")
     if len(looks) != 1:
         raise LookFileError(f"a page that compares {len(looks)} looks")
     return json.dumps(looks[0])
@@ -257,7 +257,7 @@ def _only_one(looks: list[dict[str, Any]]) -> str:
 def _explain(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    return "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+    return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 # --- as a document ---------------------------------------------------------------------------
@@ -324,15 +324,15 @@ def _look_of(document: dict[str, Any]) -> Look:
         repeats=[_stream_of(stream) for stream in document.get("repeats", [])],
     )
     if len(look.rows) != sum(layer.heads for layer in look.layers):
-        raise ValueError(f"{len(look.rows)} rows are not one for each head")
+        raise ValueError(f"{len(look.rows)} rows do not match the number of heads")
     for layer in look.layers:
         read = look.streams[layer.queries], look.streams[layer.keys]
         if layer.top_keys.shape[1] != len(read[0].tokens):
-            raise ValueError(f"{layer.name} has not as many queries as there are tokens")
+            raise ValueError(f"the queries of {layer.name} do not match the number of tokens")
         if layer.repeat is not None and len(look.repeats[layer.queries].tokens) != len(
             layer.repeat[0]
         ):
-            raise ValueError(f"{layer.name}: its map of repeats is not one of their tokens")
+            raise ValueError(f"{layer.name}: its map of repeats does not match their tokens")
     return look
 
 
@@ -340,7 +340,7 @@ def _check_kinds(document: dict[str, Any]) -> None:
     """Check the types of the values in a document.
 
     Raises:
-        KeyError, TypeError: something is missing, or of another kind.
+        KeyError, TypeError: a value is missing or has the wrong type.
     """
     for part in ("rows", "columns", "rules", "offsets", "streams", "layers"):
         _must_be(list, document[part], part)
@@ -364,13 +364,13 @@ def _check_kinds(document: dict[str, Any]) -> None:
     for layer in document["layers"]:
         _must_be(str, layer["name"], "a layer's name")
         if min(layer["queries"], layer["keys"]) < 0:
-            raise TypeError(f"{layer['name']} has a stream below 0")
+            raise TypeError(f"{layer['name']} has a negative stream index")
 
 
 def _must_be(kind: Any, value: Any, name: str) -> None:
     if not isinstance(value, kind):
         wanted = getattr(kind, "__name__", kind)
-        raise TypeError(f"{name} is {type(value).__name__}, and {wanted} was expected")
+        raise TypeError(f"{name} is {type(value).__name__}, expected {wanted}")
 
 
 def _stream_of(document: dict[str, Any]) -> Stream:
@@ -378,7 +378,7 @@ def _stream_of(document: dict[str, Any]) -> Stream:
     grid = document["grid"] and (document["grid"][0], document["grid"][1])
     pieces = document.get("pieces")
     if pieces is not None and len(pieces) != len(document["tokens"]):
-        raise ValueError(f"{len(pieces)} pieces of text are not one for each token")
+        raise ValueError(f"{len(pieces)} pieces of text do not match the number of tokens")
     return Stream(
         document["name"], document["tokens"], tuple(document["special"]), grid, picture, pieces
     )
@@ -388,7 +388,7 @@ def _layer_of(document: dict[str, Any]) -> Layer:
     arrays = ("maps", "top_keys", "top_weights", "entropy", "received")
     fields = {key: document[key] for key in ("name", "kind", "causal", "queries", "keys")}
     fields |= {key: unpack(document[key]) for key in arrays}
-    for key in ("offsets", "repeat"):  # a file of an earlier version has no repeat
+    for key in ("offsets", "repeat"):  # files of earlier versions have no repeat
         fields[key] = None if document.get(key) is None else unpack(document[key])
     fields["visible"] = None if document.get("visible") is None else np.array(document["visible"])
     return Layer(**fields)

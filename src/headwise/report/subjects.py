@@ -1,4 +1,4 @@
-"""Ways to call models: modules of token ids, and models of `transformers`."""
+"""Adapters for models: modules that read token ids, and models of `transformers`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .tokens import AnyTokenizer, tokenizer_of
 
 
 class Plain(TokenSubject):
-    """A model called as `model(ids)`. If it gives logits of every token, they are taken for those
-    of the token after it."""
+    """A model called as `model(ids)`. If it returns logits for every token, they are taken as
+    predictions of the next token."""
 
     kind = "a model of token ids"
     loss_of = "each token after the first"
@@ -25,13 +25,13 @@ class Plain(TokenSubject):
     def __init__(self, model: nn.Module, tokenizer: Any, context: int | None) -> None:
         super().__init__(model, context)
         self.words = tokenizer_of(tokenizer, add_special=False)
-        # Where the tokenizer does not say, the first table of a model is mostly that of its tokens.
+        # Without a tokenizer size, the first embedding table is usually that of the tokens.
         tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
         size = self.words.size or (tables[0] if tables else None)
         if size is None:
             raise LookError(
-                f"tokenizer={tokenizer!r:.80}: it does not say how many tokens there are, nor does "
-                f"{type(model).__name__}; give it a vocab_size"
+                f"tokenizer={tokenizer!r:.80}: neither the tokenizer nor {type(model).__name__} has "
+                f"a vocabulary size; set its attribute vocab_size"
             )
         self.vocab = size
         if isinstance(model, GPT):
@@ -53,7 +53,7 @@ class Plain(TokenSubject):
         given = given[0] if isinstance(given, tuple | list) else given
         given = getattr(given, "logits", given)
         like = (*sample.inputs["ids"].shape, self.vocab)
-        # A padded vocabulary gives more logits than there are tokens.
+        # With a padded vocabulary there are more logits than tokens.
         fits = isinstance(given, Tensor) and given.dim() == 3 and given.shape[:2] == like[:2]
         return given if fits and given.shape[2] >= like[2] else None
 
@@ -63,7 +63,7 @@ class Plain(TokenSubject):
 
 
 HIDDEN = 0.15  # the share of tokens that are masked (Devlin et al. 2018)
-WRITTEN = 48  # tokens that an encoder–decoder model writes where no target is given
+WRITTEN = 48  # tokens that an encoder–decoder model generates if no target is given
 
 _LENGTHS = (
     "max_position_embeddings",
@@ -144,10 +144,10 @@ class Text(TransformersSubject):
 
 
 class EncoderDecoder(TransformersSubject):
-    """A model whose encoder reads the text and whose decoder reads what it has written so far.
+    """A model whose encoder reads the text and whose decoder reads the target so far.
 
-    The decoder is given the target: its tokens, one to the right. Without a target the model
-    writes it: the likeliest token each time, at most `WRITTEN` of them.
+    The decoder reads the tokens of the target, shifted right. Without a target, at most `WRITTEN`
+    tokens are generated greedily.
     """
 
     kind = "an encoder–decoder language model"
@@ -160,8 +160,8 @@ class EncoderDecoder(TransformersSubject):
             self.loss_of = ""
             if target is None:
                 raise LookError(
-                    f"{type(model).__name__}: it has no head to write with, so give what its "
-                    f"decoder is to read: target=, or --target"
+                    f"{type(model).__name__}: it has no language-model head to generate a target; "
+                    f"pass the input of its decoder: target=, or --target"
                 )
         self.inside = tuple(
             f"{name}." for name, module in model.named_modules() if module is model.get_encoder()
@@ -195,13 +195,13 @@ class EncoderDecoder(TransformersSubject):
         if self.target is not None:
             encoded = self.words.encode(self.target, self.limit, target=True)
             if len(encoded.ids) < 2 or max(encoded.ids) >= self.vocab:
-                raise LookError(f"target of {name}: no two tokens that the model knows")
+                raise LookError(f"target of {name}: fewer than two tokens that the model has")
             return torch.tensor(encoded.ids, device=self.device)[None], encoded.pieces
         most = min(WRITTEN, self.limit - 1)
         written = self.model.generate(
             **_inputs(ids), do_sample=False, num_beams=1, min_new_tokens=2, max_new_tokens=most
         )
-        labels = written[:, 1:]  # the first is what every decoder starts with
+        labels = written[:, 1:]  # the first is the start token of every decoder
         return labels, self.words.pieces(labels[0].tolist())
 
     def _to_the_right(self, labels: Tensor) -> Tensor:
@@ -218,9 +218,9 @@ def _inputs(ids: Tensor) -> dict[str, Tensor]:
 
 
 def longest_of(model: Any, words: AnyTokenizer) -> int | None:
-    """Return the longest context by a model's config, position table and tokenizer.
+    """Return the longest context that a model's config, position table and tokenizer allow.
 
-    A position table that begins behind a padding index has so many rows less (RoBERTa).
+    Rows of a position table up to its padding index are not usable (RoBERTa).
     """
     config = model.config.get_text_config()
     said = [getattr(config, name, None) for name in _LENGTHS]
@@ -243,10 +243,10 @@ def subject_of(
     seed: int = 0,
     target: str | None = None,
 ) -> Subject:
-    """Return how `model` is called and what it reads. Arguments are as in `look()`.
+    """Return the adapter for a model. Arguments are as in `look()`.
 
     Raises:
-        LookError: a model that reads neither tokens nor an image; arguments that do not fit it.
+        LookError: the model reads neither tokens nor images, or does not support an argument.
     """
     kind = type(model).__name__
     theirs = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
@@ -257,22 +257,20 @@ def subject_of(
             f"model.{name}" for name, one in model.named_children() if isinstance(one, theirs)
         ]
         raise LookError(
-            f"{kind} has a tower for texts and one beside it; look at one of them "
-            f"({' or '.join(towers)}), or at a folder that its save_pretrained() writes"
+            f"{kind} has separate towers for text and other inputs; pass one of them "
+            f"({' or '.join(towers)}), or a folder written by its save_pretrained()"
         )
     elif model.main_input_name == "pixel_values":
         subject = Images(model, tokenizer, context)
     elif model.main_input_name != "input_ids":
         raise LookError(
-            f"{kind} reads {model.main_input_name}, and a text or an image is what can be looked "
-            f"at; hw.watch(model, …) sees the heads of every model"
+            f"{kind} reads {model.main_input_name}, but only text and images are supported; "
+            f"hw.watch(model, …) captures the heads of any model"
         )
     elif model.config.is_encoder_decoder:
         return EncoderDecoder(model, tokenizer, context, target)
     else:
         subject = Text(model, tokenizer, context, seed)
     if target is not None:
-        raise LookError(
-            f"target {target!r}: {kind} has no decoder that could read it; leave it out"
-        )
+        raise LookError(f"target {target!r}: {kind} has no decoder to read it; leave target out")
     return subject

@@ -1,4 +1,4 @@
-"""The output of a look in a terminal: a table, a line above it and a few below."""
+"""The output of a look in a terminal: a table with a few lines above and below."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TOP, METRICS = 8, 6
-"""Heads and metrics in a table by default."""
+"""The default numbers of heads and metrics in a table."""
 
-# The order in which a narrow terminal goes without columns; they stay in --json and on the page.
+# The order in which columns are omitted in a narrow terminal; --json and the page have them.
 SPARE = (
     "entropy_gap distance_share near back_3 ahead_3 back_2 ahead_2 ablation_estimate "
     "distance_absolute previous_random same_token_random self entropy_share max_logit distance "
@@ -35,21 +35,21 @@ UNITS = {
     "encoder": "tokens read",
     "decoder": "tokens written",
 }
-"""What the streams are counted in."""
+"""The units in which streams are counted."""
 
 
 def table(
     look: Look, width: int = 120, *, top: int | None = None, columns: int | None = None
 ) -> tuple[Table, list[str]]:
-    """Return the `top` most salient rows as a rich table no wider than `width`, with at most so
-    many columns of metrics, and the titles of omitted ones."""
+    """Return the `top` most salient rows as a rich table no wider than `width`, with at most
+    `columns` columns of metrics, and the titles of omitted ones."""
     rows = by_salience(look)[:top]
     named = [{**row, "label": [label["label"] for label in row["labels"]]} for row in rows]
     return fit_table(named, width, columns=columns)
 
 
 def by_salience(look: Look) -> list[dict[str, Any]]:
-    """Sort the rows by label, the surest head of each label first; unlabeled heads come last."""
+    """Sort the rows by label, the strongest head of each label first; unlabeled heads are last."""
     heads = labeled_heads(look.rows, rules_of(look))
     places = dict.fromkeys(chain(*heads.values(), range(len(look.rows))))
     return [look.rows[place] for place in places]
@@ -61,7 +61,7 @@ def rules_of(look: Look) -> list[dict[str, Any]]:
 
 
 def label_lines(look: Look, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each label that these rows have: what it means, and on which tokens."""
+    """Return a line for each label of these rows: its meaning, and on which tokens it is based."""
     why = {rule["key"]: rule["why"] for rule in rules_of(look)}
     keys = {one["label"]: one.get("key", "") for row in rows for one in row["labels"]}
     return [
@@ -103,8 +103,8 @@ def fit_table(
 ) -> tuple[Table, list[str]]:
     """Return a table of rows whose `label` is a list of names, with metrics formatted by `written`.
 
-    Metrics beyond `columns` are omitted. What does not fit goes: first all labels of a head but
-    one, then more metrics.
+    Metrics beyond `columns` are omitted. If the table is too wide, all labels of a head except the
+    first are omitted, then more metrics.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -160,7 +160,7 @@ def _drawn(
 
 
 def _theme() -> str:
-    """Return `light` if the environment variable COLORFGBG says so, else `dark`."""
+    """Return `light` or `dark`, by the environment variable COLORFGBG."""
     ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return "light" if ground in ("7", "15") else "dark"
 
@@ -177,7 +177,7 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
     before = f"{title}{escaped(facts['model'])} on {escaped(facts['text'])}: {read}"
     if facts["texts"] > 1:
         short = facts.get("too_short", 0)
-        passed = f", {short:,} too short ones left out" if short else ""
+        passed = f", {short:,} too short and skipped" if short else ""
         before += f" of the first of {facts['texts']:,} texts{passed}"
     losses = []
     if facts.get("loss_text") is not None:
@@ -196,12 +196,12 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
     if top is not None and (len(look.rows) > top or left_out):
         after.append(
             f"{min(top, len(look.rows))} of {len(look.rows)} heads; --all prints every head and "
-            "metric, the page and --json have them."
+            "metric, as do the page and --json."
         )
     elif left_out:
         after.append(f"Omitted for width: {'; '.join(left_out)} (see --json).")
     after.append(
-        "Metrics are means over queries, of the share that has such a key where one is given."
+        "Metrics are means over queries; a percentage is the share of queries that have such a key."
     )
     if facts["texts"] > 1:
         after.append("Standard errors over texts are on the page and in --json.")
@@ -214,7 +214,7 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
 
 
 def module_lines(look: Look) -> list[str]:
-    """Return the modules of the layers by kind; nothing if all are of one kind."""
+    """Return the modules of the layers by type; an empty text if all have one type."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for number, layer in enumerate(look.layers):
         kinds.setdefault(re.sub(r"\d+", "*", layer.name), []).append((number, layer.name))

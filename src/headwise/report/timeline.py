@@ -1,4 +1,4 @@
-"""The history of a training's heads as the timeline shows it, and two histories matched."""
+"""The recorded history of a run as the timeline shows it, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DAMAGE = (sqlite3.Error, zlib.error, ValueError, KeyError, TypeError, OverflowE
 
 
 class TimelineError(ValueError):
-    """A history that cannot be shown: the message says which, why and what to do."""
+    """Raised for a history that cannot be shown; the message names the file, reason and fix."""
 
 
 class NothingRecordedError(TimelineError):
-    """A history without a step, as of a training that has just begun."""
+    """Raised for a history without a step, such as that of a run that has just started."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,9 +38,9 @@ class Track(Brief):
     """A statistic of every head over the recorded steps.
 
     kind: `"mean"` or `"maximum"`.
-    values: `[n, N]`; NaN where a head was not seen, infinite where its figure was not finite.
-    errors: `[n, N]`, the standard errors of sampled means; `None` where there are none.
-    sampled: whether only some queries were looked at, at some step: maxima are lower bounds there.
+    values: `[n, N]`; NaN if a head was not captured, infinite if its value was not finite.
+    errors: `[n, N]`, the standard errors of sampled means; `None` if there are none.
+    sampled: True if queries were sampled at some step; maxima are then lower bounds.
     """
 
     kind: str
@@ -56,15 +56,15 @@ class Track(Brief):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """The recorded statistics of a training's heads: n steps, N heads.
+    """The recorded statistics of the heads in a run: n steps, N heads.
 
-    name: of the run.
-    about: versions and settings of the monitor.
-    heads: layer and number of each head `[N]`.
-    steps: `[n]`, ascending.
-    tracks: by the statistic's name.
-    alarms: by step.
-    scalars: the loss and the like, by name and step.
+    name: the name of the run.
+    about: the versions and settings of the monitor.
+    heads: the layer and index of each head `[N]`.
+    steps: the recorded steps `[n]`, ascending.
+    tracks: the values by name of the statistic.
+    alarms: the alarms, ordered by step.
+    scalars: scalars such as the loss, by name and step.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Timeline:
         return layers
 
     def rows(self, place: int) -> list[dict[str, Any]]:
-        """Return a row for each head with its values at the recorded step of that index."""
+        """Return a row for each head with its values at the recorded step with the given index."""
         rows: list[dict[str, Any]] = [{"layer": layer, "head": n} for layer, n in self.heads]
         for name, track in self.tracks.items():
             for column, series_values in ((name, track.values), (f"{name}_se", track.errors)):
@@ -118,14 +118,15 @@ class Timeline:
 
 
 def read_timeline(run: History | str | os.PathLike[str]) -> Timeline:
-    """Read what a history holds, also while a training goes on writing it.
+    """Read a history, also while training is still writing it.
 
     Args:
-        run: a history, its file, or the folder of a run that has one.
+        run: a history, its file, or the folder of a run that contains one.
 
     Raises:
-        FileNotFoundError: there is none.
-        TimelineError: a file that is none, is torn, or has no step yet (`NothingRecordedError`).
+        FileNotFoundError: there is no history.
+        TimelineError: the file is not a history, is damaged, or has no step yet
+            (`NothingRecordedError`).
     """
     path = run.path if isinstance(run, History) else file_of(Path(run))
     try:
@@ -141,8 +142,8 @@ def file_of(path: Path) -> Path:
     """Return the history file at a path, or in the folder at a path.
 
     Raises:
-        FileNotFoundError: there is none.
-        TimelineError: a folder that has several.
+        FileNotFoundError: there is no history.
+        TimelineError: the folder has several.
     """
     if not path.is_dir():
         if not path.exists():
@@ -155,19 +156,19 @@ def file_of(path: Path) -> Path:
         return series_values[0]
     if series_values:
         names = ", ".join(one.name for one in series_values)
-        raise TimelineError(f"{path}: there are several histories in it; name one: {names}")
+        raise TimelineError(f"{path}: the folder has several histories; choose one: {names}")
     raise FileNotFoundError(
-        f"{path}: there is no history in it; record one with `headwise train --monitor` or "
+        f"{path}: the folder has no history; record one with `headwise train --monitor` or "
         f"hw.Monitor(model, history={HISTORY!r})"
     )
 
 
 def _read(history: History) -> Timeline:
-    """Read the history as it stands."""
+    """Read the history in its current state."""
     heads, steps = history.heads, np.array(history.steps, dtype=np.int64)
     if not len(steps):
         raise NothingRecordedError(
-            f"{history.path}: no step is recorded yet; come back when the training has taken one"
+            f"{history.path}: no step is recorded yet; try again after the first training step"
         )
     about, known, there = history.about, set(heads), set(steps.tolist())
     return Timeline(
@@ -182,7 +183,7 @@ def _read(history: History) -> Timeline:
 
 
 def _ordered(history: History, about: dict[str, Any]) -> list[str]:
-    """Return the recorded statistics: the monitor's in its order, the probe's, others."""
+    """Return the names of the recorded statistics: the monitor's defaults, the probe's, others."""
     told = [str(name) for name in about.get("statistics", [])]
     order = [*told, *(f"probe/{name}" for name in told)]
     recorded = history.statistics
@@ -205,7 +206,7 @@ def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
 
 
 def _name(path: Path) -> str:
-    """Return the name of a run: its folder, or its file if that has a name of its own."""
+    """Return the name of a run: the folder of a file with the default name, else the file."""
     whole = Path(os.path.realpath(path))
     return escaped(whole.parent.name if path.name == HISTORY else path.stem)
 
@@ -214,20 +215,20 @@ def _name(path: Path) -> str:
 
 
 def matched(one: Timeline, other: Timeline) -> tuple[Timeline, Timeline, list[str]]:
-    """Match two runs: the heads and statistics that both have, and a description of the rest.
+    """Match two runs: return the heads and statistics that both have, and describe the others.
 
-    Heads are the same that have layer and number in common.
+    Heads match by layer and index.
 
     Raises:
-        TimelineError: no head or no statistic is in both.
+        TimelineError: the runs have no head or no statistic in common.
     """
     heads = [head for head in one.heads if head in set(other.heads)]
     names = [name for name in one.tracks if name in other.tracks]
     for series_values, what in ((heads, "head"), (names, "statistic")):
         if not series_values:
             raise TimelineError(
-                f"{one.name} and {other.name} have no {what} in common; compare two runs of one "
-                f"model"
+                f"{one.name} and {other.name} have no {what} in common; compare two runs of the "
+                f"same model"
             )
     left_out = [
         *_only_in_one("layers", [*one.layers], [*other.layers]),
@@ -256,23 +257,23 @@ def _shared(run: Timeline, heads: list[tuple[str, int]]) -> list[str]:
 
 
 def _only_in_one(kind: str, one: list[str], other: list[str]) -> list[str]:
-    """Describe what is in only one of two.
+    """Describe what only one of two runs has.
 
     >>> _only_in_one("layers", ["a", "b", "c", "d", "e"], ["a", "f"])
-    ['layers in A alone: b, c, d and 1 more', 'layers in B alone: f']
+    ['layers only in A: b, c, d and 1 more', 'layers only in B: f']
     """
     said = []
     for name, mine, theirs in (("A", one, other), ("B", other, one)):
         alone = [escaped(x) or "the model" for x in mine if x not in set(theirs)]
         if alone:
-            said.append(f"{kind} in {name} alone: {and_more(alone)}")
+            said.append(f"{kind} only in {name}: {and_more(alone)}")
     return said
 
 
 def differences(one: Timeline, other: Timeline) -> tuple[int | None, list[dict[str, Any]]]:
     """Return the last common step of two matched runs, and B − A of every head there.
 
-    No step and no rows where they have none. Standard errors are those of independent samples.
+    If they have none, the step and the rows are empty. Standard errors assume independent samples.
     """
     common = np.intersect1d(one.steps, other.steps)
     if not len(common):

@@ -1,4 +1,4 @@
-"""Texts as tokens and tokens as text, with a tokenizer of any kind."""
+"""Encode texts as tokens and decode tokens, with a tokenizer of any type."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch import Tensor
 
 from .._text import must_be_text
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that it has no piece for
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the notation of SentencePiece for a byte without a piece
 
 
 class LookError(ValueError):
-    """A model and a text that do not fit together."""
+    """Raised if a model cannot read a text, or the tokenizer does not belong to it."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A text as ids: `special` are the places of those that the tokenizer added, `total` is how
-    many there are of the whole text. `pieces` are the text's own letters, cut where tokens end; of
-    a tokenizer that does not say where its tokens stand, what it decodes, None where that is in no
-    order."""
+    """A text as ids: `special` are the positions of ids that the tokenizer added, `total` is the
+    number of ids of the whole text. `pieces` is the original text, cut where tokens end; for a
+    tokenizer without offsets, the decoded text, or None if it cannot be cut."""
 
     ids: list[int]
     special: tuple[int, ...]
@@ -37,7 +36,7 @@ class Vocabulary:
     """A tokenizer of `tokenizers` or `transformers`.
 
     Raises:
-        LookError: something else than a tokenizer.
+        LookError: the object is not a tokenizer.
 
     >>> from headwise.models.corpus import train_tokenizer
     >>> words = Vocabulary(train_tokenizer(["no no no, yes yes"], vocab_size=260))
@@ -50,7 +49,9 @@ class Vocabulary:
         self.tokenizer, self.add_special = tokenizer, add_special
         self._plain = _of_tokenizers(tokenizer)
         if not self.takes(tokenizer):
-            raise LookError(f"tokenizer={tokenizer!r:.80} is none of tokenizers or transformers")
+            raise LookError(
+                f"tokenizer={tokenizer!r:.80} is not a tokenizer of tokenizers or transformers"
+            )
         if self._plain and (tokenizer.truncation or tokenizer.padding):
             self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
             self.tokenizer.no_truncation()
@@ -58,7 +59,7 @@ class Vocabulary:
 
     @staticmethod
     def takes(tokenizer: Any) -> bool:
-        """Return True for a tokenizer of either kind."""
+        """Return True for a tokenizer of either library."""
         return _of_tokenizers(tokenizer) or hasattr(tokenizer, "convert_ids_to_tokens")
 
     @property
@@ -84,7 +85,7 @@ class Vocabulary:
 
     @property
     def longest(self) -> int | None:
-        """Return the longest context by the tokenizer."""
+        """Return the longest context that the tokenizer allows."""
         most = None if self._plain else self.tokenizer.model_max_length
         return most if most is not None and most < 1_000_000 else None
 
@@ -92,10 +93,10 @@ class Vocabulary:
         """Encode a text with special tokens, truncated to `limit` ids.
 
         Args:
-            target: it is what a model is to write, for tokenizers that encode that differently.
+            target: encode the text as the target of a model, which some tokenizers do differently.
 
         Raises:
-            ValueError: a string that is no text.
+            ValueError: the string cannot be encoded.
         """
         must_be_text(text, f"{'target' if target else 'text'} {text!r:.80}")
         return (self._encode if self._plain else self._encode_theirs)(text, limit, target)
@@ -137,12 +138,12 @@ class Vocabulary:
     def _decoded(self, ids: list[int], special: Collection[int]) -> list[str] | None:
         options = {"skip_special_tokens": False}
         if not self._plain:
-            options["clean_up_tokenization_spaces"] = False  # it would change what stands before
+            options["clean_up_tokenization_spaces"] = False  # it would change the text before it
         decode = getattr(self.tokenizer, "decode", None)
         return decode and pieces_by_decoding(partial(decode, **options), ids, special)
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Return each token as text. Bytes that are not a whole character are `\\xe2`."""
+        """Return each token as text. Bytes that are not a whole character are written `\\xe2`."""
         if self._plain:
             pieces = [self.tokenizer.id_to_token(number) for number in ids]
         else:
@@ -155,7 +156,7 @@ class Vocabulary:
 
     @property
     def _in_bytes(self) -> bool:
-        """Return True if pieces are written in the letters of byte-level BPE."""
+        """Return True if tokens are written in the characters of byte-level BPE."""
         fast = self.tokenizer if self._plain else getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is None:
             return hasattr(self.tokenizer, "byte_decoder")
@@ -173,17 +174,17 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def pieces_of(text: str, offsets: Sequence[tuple[int, int]], special: Collection[int]) -> list[str]:
-    """Cut a text where its tokens end: each token's text, with what lies before it.
+    """Cut a text where its tokens end; each piece includes skipped text before its token.
 
-    Of tokens that share a character, as bytes do, the first has it. Joined, they are the text up to
-    its last token.
+    If tokens share a character, as bytes do, the first one gets it. The pieces joined are the text
+    up to its last token.
 
     >>> pieces_of("Ah, 'é'", [(0, 0), (0, 2), (2, 3), (4, 5), (5, 6), (5, 6), (6, 7)], {0})
     ['', 'Ah', ',', " '", 'é', '', "'"]
     """
     own = [span for place, span in enumerate(offsets) if place not in special]
     start = own[0][0] if own else 0
-    done = start if text[:start].strip() else 0  # of a text that is cut on the left
+    done = start if text[:start].strip() else 0  # for a text that is truncated on the left
     pieces = []
     for place, (_, end) in enumerate(offsets):
         stop = done if place in special else max(done, end)
@@ -195,11 +196,11 @@ def pieces_of(text: str, offsets: Sequence[tuple[int, int]], special: Collection
 def pieces_by_decoding(
     decode: Callable[[list[int]], str], ids: Sequence[int], special: Collection[int]
 ) -> list[str] | None:
-    """Cut the decoded text where its tokens end: what each token adds to those just before it.
+    """Cut the decoded text where its tokens end: the text that each token adds to those before.
 
-    Of tokens that share a character, the first has it.
+    If tokens share a character, the first one gets it.
 
-    None where what stands before changes with what follows.
+    Return None if a token changes the text before it.
 
     >>> words = ["so", " it", " is"]
     >>> decode = lambda ids: "".join(words[n] for n in ids).lstrip()
@@ -208,11 +209,11 @@ def pieces_by_decoding(
     """
     pieces = [""] * len(ids)
     own = [place for place in range(len(ids)) if place not in special]
-    begin = done = 0  # those from `begin` to `done` decide how the next ones are joined
+    begin = done = 0  # the ids from `begin` to `done` determine how the next ones are joined
     for end in range(1, len(own) + 1):
         before, after = (decode([ids[n] for n in own[begin:stop]]) for stop in (done, end))
         if (after == before or after.endswith("\ufffd")) and end < len(own):
-            continue  # a part of a character
+            continue  # an incomplete character
         if not after.startswith(before):
             return None
         pieces[own[done]] = after[len(before) :]
@@ -226,8 +227,8 @@ def _places(mask: list[int]) -> tuple[int, ...]:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return the letters of byte-level BPE: printable bytes stand for themselves, the others are
-    written from U+0100 on (Radford et al. 2019)."""
+    """Return the characters of byte-level BPE: printable bytes represent themselves, other bytes
+    are written as characters from U+0100 (Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -243,10 +244,10 @@ def _piece_text(piece: str, in_bytes: bool) -> str:
 
 
 def tokenizer_of(tokenizer: Any, *, add_special: bool = True) -> AnyTokenizer:
-    """Wrap whatever was given as tokenizer.
+    """Wrap a tokenizer of any type.
 
     Raises:
-        LookError: something that is none.
+        LookError: the object is not a tokenizer.
     """
     if Vocabulary.takes(tokenizer):
         return Vocabulary(tokenizer, add_special=add_special)
@@ -262,7 +263,7 @@ def tokenizer_of(tokenizer: Any, *, add_special: bool = True) -> AnyTokenizer:
 
 
 def ids_of(text: Any) -> list[int] | None:
-    """Return token ids that were given in place of a text: a tensor `[T]`, an array or a list of
+    """Return token ids that were passed in place of a text: a tensor `[T]`, an array or a list of
     integers; None for anything else.
 
     >>> ids_of([3, 1, 2]), ids_of(torch.tensor([[3, 1]])), ids_of(["so"]), ids_of("so")
@@ -282,8 +283,8 @@ def ids_of(text: Any) -> list[int] | None:
 
 
 class OtherTokenizer:
-    """Any object that encodes a text as ids and decodes ids as text: tiktoken's, SentencePiece's,
-    one of one's own.
+    """Any object that encodes a text as ids and decodes ids as text: from tiktoken, SentencePiece,
+    or custom.
 
     >>> class Letters:
     ...     def encode(self, text): return [ord(one) - 97 for one in text]
@@ -302,7 +303,7 @@ class OtherTokenizer:
 
     @property
     def size(self) -> int | None:
-        """Return the number of ids, if the tokenizer has it."""
+        """Return the number of ids, if the tokenizer defines it."""
         for name in ("n_vocab", "vocab_size", "get_vocab_size", "get_piece_size", "__len__"):
             found = getattr(self.tokenizer, name, None)
             found = found() if callable(found) else found
@@ -317,7 +318,7 @@ class OtherTokenizer:
         if ids is None and len(given):
             kind = type(self.tokenizer).__name__
             raise LookError(
-                f"{kind}.encode({text!r:.40}) gives {given!r:.60}; a list of token ids is needed"
+                f"{kind}.encode({text!r:.40}) returned {given!r:.60}, not a list of token ids"
             )
         ids = ids or []
         kept = ids[:limit]
@@ -330,7 +331,7 @@ class OtherTokenizer:
         return [self._text(one) for one in ids]
 
     def _text(self, number: int) -> str:
-        # What is drawn at random need not be an id that the tokenizer has.
+        # Ids that are sampled at random may be missing in the tokenizer.
         try:
             return str(self.tokenizer.decode([number]))
         except (KeyError, IndexError, ValueError, OverflowError):
@@ -338,7 +339,7 @@ class OtherTokenizer:
 
 
 class TokenStrings:
-    """A string for each id, in a list or a dict; without any, ids are shown as numbers.
+    """A string for each id, in a list or a dict; ids without a string are shown as numbers.
 
     >>> TokenStrings(["no", "yes"]).texts([1, 0, 7])
     ['yes', 'no', '<7>']
@@ -358,13 +359,13 @@ class TokenStrings:
             isinstance(one, int) for one in self._strings
         ):
             raise LookError(
-                f"tokenizer={strings!r:.80}: give a string for each id, as a list or as a dict "
-                f"{{id: string}}; or the model's tokenizer itself"
+                f"tokenizer={strings!r:.80}: pass a string for each id, as a list or as a dict "
+                f"{{id: string}}, or the model's tokenizer"
             )
 
     @property
     def size(self) -> int | None:
-        """Return the number of ids; None for a dict, which may have only those of one text."""
+        """Return the number of ids; None for a dict, which may have only the ids of one text."""
         return len(self._strings) if isinstance(self.given, Sequence) else None
 
     def encode(self, text: str, limit: int | None = None, *, target: bool = False) -> Encoded:
@@ -383,6 +384,6 @@ AnyTokenizer = Vocabulary | OtherTokenizer | TokenStrings
 
 def _no_tokenizer(tokenizer: Any) -> LookError:
     return LookError(
-        f"tokenizer={tokenizer!r:.80}: the model reads text, so give its tokenizer itself, any "
-        f"that has encode and decode; or token ids as the text, and a string for each id"
+        f"tokenizer={tokenizer!r:.80}: the model reads text; pass its tokenizer, or any object "
+        f"with encode and decode; or pass token ids as the text, and a string for each id"
     )

@@ -1,4 +1,4 @@
-"""Pages: data in, one HTML file out that needs no network and no other file."""
+"""Pages: write data as one HTML file that requires no network and no other file."""
 
 from .parts import PageError, check_out
 from .report import render_page, write_page

@@ -17,7 +17,7 @@ from headwise.report.codec import gzip_b64
 
 
 class PageError(ValueError):
-    """The page cannot be written: the message says what, where and what to do."""
+    """Raised if a page cannot be written; the message names the path and a fix."""
 
 
 def check_out(path: str | os.PathLike[str]) -> Path:
@@ -34,9 +34,9 @@ def check_out(path: str | os.PathLike[str]) -> Path:
 
 
 def write_html(path: Path, text: str) -> Page:
-    """Write a page's text, whole or not at all.
+    """Write a page's text, completely or not at all.
 
-    Raises `PageError` when the folder cannot be written.
+    Raises `PageError` if the folder cannot be written.
     """
     try:
         write_whole(path.parent, {path.name: lambda part: part.write_bytes(text.encode("utf-8"))})
@@ -50,14 +50,14 @@ FRAME_HEIGHT = 860
 
 
 class Page(type(Path())):
-    """The path of a page that was written; in a notebook it shows the page."""
+    """The path of a page; notebooks show the page itself."""
 
     def _repr_html_(self) -> str:
         return framed(self.read_text("utf-8"))
 
 
 def framed(page: str) -> str:
-    """Return a page in a frame of its own, as notebooks show it."""
+    """Return a page in an iframe, as notebooks show it."""
     return (
         f'<iframe srcdoc="{html.escape(page)}" title="headwise" width="100%" '
         f'height="{FRAME_HEIGHT}" style="border:0" allow="clipboard-write"></iframe>'
@@ -67,20 +67,20 @@ def framed(page: str) -> str:
 def fill(template: str, parts: Mapping[str, str]) -> str:
     """Fill a template: `@@name@@` is replaced by the part of that name.
 
-    In one pass: what is put in is never searched for further marks.
+    This is a single pass: inserted text is not searched for further marks.
     """
     return re.sub(r"@@(\w+)@@", lambda mark: parts[mark[1]], template)
 
 
 def packed(results: Any) -> str:
-    """Return a script element that holds results as compressed JSON and runs nothing."""
-    # A lone surrogate has no bytes, and an escape of its own in JSON.
+    """Return a script element with results as compressed JSON, which is not executed."""
+    # A lone surrogate cannot be encoded in UTF-8; JSON has an escape for it.
     content = _json(results).encode("utf-8", "backslashreplace")
     return f'<script type="text/plain" id="results">{gzip_b64(content)}</script>'
 
 
 def json_text(value: Any) -> str:
-    """Return JSON that cannot end the script element around it."""
+    """Return JSON that cannot close the script element around it."""
     text = _json(value)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -1,8 +1,8 @@
-"""The report: one look or two as one HTML file that needs no network and no other file.
+"""The report: one look or two as one HTML file that requires no network and no other file.
 
-The page is `report.html`, which `make page` builds from `src/`, with the results put in. These are
-the looks' own JSON documents, packed; the browser unpacks them, and what comes from outside
-(tokens, names) reaches the document through `textContent` only: a token `<script>` stays text.
+The page is `report.html`, which `make page` builds from `src/`, with the results inserted. They are
+the JSON documents of the looks, compressed; the browser decompresses them. Untrusted text (tokens,
+names) is inserted only through `textContent`: a token `<script>` remains text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headwise.report.findings import finding, labeled_heads
 
 from .parts import check_out, fill, json_text, packed, part, write_html
 
-# What the page's header has, or the looks' own arrays.
+# Facts in the header of the page, or in the arrays of the looks.
 SHOWN = (
     "title notice loss_text loss_first_copy loss_second_copy tokens_shown layers heads map_side "
     "top_keys"
@@ -35,11 +35,11 @@ APART = {
     "tokens_shown": "{} tokens",
     "texts": "{} texts",
 }
-"""The facts that distinguish looks with one model and text, in words."""
+"""The facts that distinguish looks with the same model and text, as format strings."""
 
 
 def titles(provenances: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the title of each look: its own, or its model and text, and what distinguishes it.
+    """Return the title of each look: the given one, or model and text with distinguishing facts.
 
     >>> same = {"model": "gpt2", "text": "notes", "seed": 0}
     >>> titles([same | {"dtype": name} for name in ("float32", "float16")])
@@ -60,7 +60,7 @@ def titles(provenances: Sequence[dict[str, Any]]) -> list[str]:
 
 @runtime_checkable
 class Documented(Protocol):
-    """A look: what is drawn is its document."""
+    """A look, by its document."""
 
     def document(self) -> dict[str, Any]: ...
 
@@ -70,10 +70,10 @@ def write_page(
 ) -> Path:
     """Write `look` as one HTML file at `path`; an existing file is replaced in one step.
 
-    With `other`, both are on the page, and their difference.
+    With `other`, the page shows both and their difference.
 
-    Raises `PageError` when the folder does not exist or cannot be written. Nothing half-written is
-    left behind.
+    Raises `PageError` if the folder does not exist or cannot be written. No incomplete file
+    remains.
     """
     path = check_out(path)
     return write_html(path, render_page(look, other=other))
@@ -101,7 +101,7 @@ def render_page(look: Documented, *, other: Documented | None = None) -> str:
     return fill(part("report.html"), parts)
 
 
-# --- how it was made -------------------------------------------------------------------------
+# --- provenance ------------------------------------------------------------------------------
 
 
 def provenance_lines(look: dict[str, Any]) -> list[tuple[str, str]]:
@@ -149,7 +149,7 @@ def _text(look: dict[str, Any], facts: dict[str, Any]) -> str:
     lengths = ", ".join(f"{s['name']} {len(s['tokens']):,} tokens" for s in look["streams"])
     parts = [facts.pop("text", "unnamed"), f"shown: {lengths}"]
     if isinstance(total, int):
-        parts.append(f"of {total:,} in all")
+        parts.append(f"of {total:,} in total")
     if isinstance(texts, int) and texts > 1:
         parts.append(f"metrics are means over {texts:,} texts, maps are of the first")
     return "; ".join(parts)
@@ -186,8 +186,8 @@ def _loss(facts: dict[str, Any]) -> str | None:
 def _maps(look: dict[str, Any]) -> str:
     sides = {size for layer in look["layers"] for size in layer["maps"]["shape"][1:]}
     return (
-        f"{_range(sides)} cells a side, at most one a token; weights are stored with 8 bits, "
-        "as square roots, so that small ones keep their digits"
+        f"{_range(sides)} cells per side, at most one per token; weights are stored with 8 bits, "
+        "as square roots, so that small weights keep their precision"
     )
 
 

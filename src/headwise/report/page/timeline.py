@@ -1,8 +1,8 @@
-"""The timeline: the history of a training as one HTML file that needs no other file.
+"""The timeline: the history of a run as one HTML file that requires no other file.
 
-The page is `timeline.html`, which `make page` builds from `src/`, with packed values put in. It
-is drawn on a canvas, without Plotly: a million cells are one picture, and a page that is read anew
-while the training runs must be there at once.
+The page is `timeline.html`, which `make page` builds from `src/`, with packed values inserted. It
+is drawn on a canvas, without Plotly, because it may have a million cells and is reloaded during
+training.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from headwise.telemetry import History
 from .parts import check_out, fill, packed, part, version, write_html
 
 LARGEST = 4_600_000
-"""Characters of packed figures: a page of 5 MB."""
+"""The maximal number of characters of packed values: a page of 5 MB."""
 
 ROOM = LARGEST * 3 // 4
-"""The same in bytes, of which base64 makes four letters of three."""
+"""The same limit in bytes before base64, which encodes three bytes as four characters."""
 
 MOST_POINTS = 2000
-"""The most values of a scalar, such as the loss, on a page."""
+"""The maximal number of values of a scalar, such as the loss, on a page."""
 
 _TITLES = {
-    "lse": ("Log of the softmax's sum", "logit", "ln Σ exp of a query's scores."),
+    "lse": ("Log of the softmax denominator", "logit", "ln Σ exp of a query's scores."),
     "output_norm": (
-        "Length of its output",
+        "Norm of its output",
         "",
-        "How long the head's output is, before the output projection. A dead head gives none.",
+        "The norm of the head's output before the output projection. For a dead head it is 0.",
     ),
-    "query_norm": ("Largest query", "", "The length of the longest query. It grows with logits."),
-    "key_norm": ("Largest key", "", "The length of the longest key. It grows with logits."),
-    "sink": ("Learned sink", "share", "Weight that the head gives to no key at all."),
+    "query_norm": ("Largest query", "", "The largest norm of a query. It grows with the logits."),
+    "key_norm": ("Largest key", "", "The largest norm of a key. It grows with the logits."),
+    "sink": ("Learned sink", "share", "The weight on the learned sink instead of a key."),
 }
-"""Title, unit and meaning of statistics that `headwise look` does not show."""
+"""The title, unit and meaning of statistics that `headwise look` does not show."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ def timeline(
     """Write the timeline of a run: heads by steps, alarms, each head's curve, in one HTML file.
 
     Args:
-        run: a `History`, its file, or a folder with `monitor.sqlite`, as `headwise train --monitor`
-            leaves it. A training may be going on.
-        path: the page; a file that is there is replaced in one step.
-        compare: another run of the model, B: both are on the page, and B − A.
+        run: a `History`, its file, or a folder with `monitor.sqlite`, as written by
+            `headwise train --monitor`. Training may still be running.
+        path: the path of the page; an existing file is replaced in one step.
+        compare: another run of the same model, B; the page then shows both and B − A.
 
     Returns:
         The page's path.
 
     Raises:
         FileNotFoundError: there is no history.
-        ValueError: a history that is torn or has no step yet, two runs without a common head, or
-            a page that cannot be written.
+        ValueError: the history is damaged or has no step yet, the two runs have no head in common,
+            or the page cannot be written.
 
     >>> import tempfile, torch, headwise as hw
     >>> model = hw.MultiHeadAttention(24, num_heads=3)
@@ -103,12 +103,12 @@ def write_timeline(
 ) -> Path:
     """Write a timeline as one HTML file; an existing file is replaced in one step.
 
-    With `other`, both are on the page, as far as they match, and their difference. With `reread`,
-    an open page reads its file anew every so many seconds.
+    With `other`, the page shows the matching heads of both and their difference. With `reread`, an
+    open page reloads its file after this number of seconds.
 
     Raises:
         PageError: the folder does not exist or cannot be written.
-        TimelineError: two runs that have nothing in common.
+        TimelineError: the two runs have nothing in common.
     """
     path = check_out(path)
     return write_html(path, render_timeline(run, other=other, reread=reread))
@@ -132,7 +132,7 @@ def _pair(one: Timeline, other: Timeline) -> tuple[list[Timeline], list[str]]:
 
 
 def _coding(runs: Sequence[Timeline]) -> Coding:
-    """Return the finest encoding that should fit, from worst-case compressed sizes."""
+    """Return the finest encoding that fits, by the worst-case compressed size."""
     tracks = [track for run in runs for track in run.tracks.values()]
     values = sum(track.values.size for track in tracks)
     errors = sum(track.errors.size for track in tracks if track.errors is not None)
@@ -183,7 +183,7 @@ def _described(name: str, tracks: Sequence[Track]) -> dict[str, Any]:
         of = (
             "Over sampled queries only: a lower bound."
             if sampled
-            else "The largest of all queries."
+            else "The maximum over all queries."
         )
     return {
         **{"key": name, "title": title, "short": short, "unit": unit},
@@ -218,7 +218,7 @@ def _run(run: Timeline, coding: Coding) -> dict[str, Any]:
 
 
 def _thinned(values: Mapping[int, float]) -> list[list[Any]]:
-    """Return steps and values, at most `MOST_POINTS` of them: means of as many steps in a row.
+    """Return at most `MOST_POINTS` steps and values, which are means over consecutive steps.
 
     >>> _thinned({1: 4.0, 2: 3.0, 5: float("nan")})
     [[1, 2, 5], [4.0, 3.0, nan]]
@@ -232,7 +232,7 @@ def _thinned(values: Mapping[int, float]) -> list[list[Any]]:
 
 
 def _pooled(track: Track, starts: np.ndarray) -> Array:
-    """Return values `[columns, N]`: means, or maxima, of the steps from each start to the next."""
+    """Return values `[columns, N]`: means or maxima over the steps from each start to the next."""
     if len(starts) == len(track.values):
         return track.values
     if track.kind == "maximum":
@@ -283,7 +283,7 @@ def _provenance_lines(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
 
 
 def _unavailable(reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """List the metrics that layers lack with the reason, layers with one reason together.
+    """List the metrics that layers lack with the reason; group layers by reason.
 
     >>> _unavailable({"h.0": {"key_norm": "hidden"}, "h.1": {"key_norm": "hidden"}})
     ['key_norm of h.0, h.1: hidden']
@@ -306,10 +306,10 @@ def _rounding(coding: Coding) -> str:
         return "values are stored in single precision and shown with four digits"
     said = "values are stored with eleven bits and shown with three digits"
     if not coding.errors:
-        said += "; standard errors are left out, as there are too many values"
+        said += "; standard errors are left out because there are too many values"
     if coding.steps > 1:
         said += (
-            f"; a column stands for {coding.steps} recorded steps, with their mean, or the largest "
-            "of what is a maximum"
+            f"; a column covers {coding.steps} recorded steps, with their mean, or the maximum for "
+            "maxima"
         )
-    return f"{said}; the history has all of it"
+    return f"{said}; the history has the complete values"
