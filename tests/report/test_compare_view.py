@@ -136,7 +136,7 @@ def test_both_losses_are_shown(tab: Tab, tmp_path: Path) -> None:
         "A: loss 3.21 nats on each token",
         "B: loss 2.99 nats on each token; on random tokens 6.50 the first time, 0.25 the second",
     ]
-    for other, last in ((b, lines[1]), (after(), "B: no loss is known")):
+    for other, last in ((b, lines[1]), (after(), "B: no loss was measured")):
         both = Tab(tab.context.browser, write_page(a, tmp_path / "page.html", other=other))
         assert both.texts("#losses li") == [lines[0], last]
         both.close()

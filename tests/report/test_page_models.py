@@ -167,7 +167,7 @@ def test_windows_of_an_image_are_numbered_places(browser: Any, tmp_path: Path) -
     assert tab.text("#facts") == "6 heads in 2 layers\n25 tokens of the first image\n7 images"
     tab.show("head")
     assert tab.text("#streams").split() == window.tokens
-    assert "attends over 16 places at a time" in tab.text("#text-what")
+    assert "attends over 16 positions at a time" in tab.text("#text-what")
     tab.close()
 
 
@@ -280,7 +280,7 @@ def compared(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_differences_are_those_of_the_same_heads(compared: Tab) -> None:
     a, b = decoder(2, 3, 23), other_run()
     assert compared.page.locator("#view-compare").is_visible()  # what such a page begins with
-    assert "3 of 6 heads of A are in B" in compared.text("#compare-what")
+    assert "3 of 6 heads of A have a match in B" in compared.text("#compare-what")
     for column in a.columns:
         key = column["key"]
         compared.page.select_option("#difference-menu", key)

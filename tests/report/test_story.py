@@ -217,7 +217,7 @@ def test_arrow_keys_go_from_token_to_token_and_from_head_to_head(tab: Tab) -> No
 
 def test_a_label_is_proved_on_the_random_piece(tab: Tab) -> None:
     look = told()
-    assert "switch to them to see why" in tab.text("#guide-what")
+    assert "switch to them to see the pattern" in tab.text("#guide-what")
     tab.page.locator("#pieces label").nth(1).click()
     tab.drawn()
     buttons = tab.page.locator("#story-text button")
@@ -229,7 +229,7 @@ def test_a_label_is_proved_on_the_random_piece(tab: Tab) -> None:
     lower = np.tri(16, dtype=bool)
     np.testing.assert_allclose(shown[lower], expected[lower], atol=0.003)
     assert tab.plotted("glance", "guides") == [[1, 8, 8, 15]]
-    assert "On this one piece of 8 different random tokens, 0.90 of a query’s" in tab.text(
+    assert "On this piece of 8 different random tokens, 0.90 of a query’s" in tab.text(
         "#guide-what"
     )
     assert "to the token after its previous occurrence: r" in sentence(tab)
@@ -301,7 +301,7 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
     assert picture.size == tuple(2 * float(drawn.get(name)) for name in ("width", "height"))
     drawn = ElementTree.fromstring(saved(tab, "heads", "SVG"))
     words = [one.text for one in drawn.iter(f"{tag}text")]
-    assert words[0] == "What every head mostly attends to"
+    assert words[0] == "The first label of every head"
     assert words[-3:] == ["induction", "previous token", "unlabeled"]
     tab.asked[:] = [one for one in tab.asked if not one.startswith("blob:")]
 
@@ -309,7 +309,7 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
 def test_a_copied_link_says_where_it_opens(tab: Tab) -> None:
     buttons = tab.page.locator("#glance + .save button")
     buttons.last.click()
-    buttons.filter(has_text=re.compile("^copied; it opens on this machine only")).wait_for()
+    buttons.filter(has_text=re.compile("^copied; it works only on this machine")).wait_for()
 
 
 def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None:
@@ -318,7 +318,7 @@ def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None
         tab.press("Enter")
 
     tab.page.locator("#search").fill("cat")
-    assert tab.text("#found-by-search") == "2 found: Enter"
+    assert tab.text("#found-by-search") == "2 found; press Enter"
     find("cat")
     assert tab.page.url.split("#")[1] == "heads/L0H0/5"
     assert tab.text("#found-by-search") == "1 of 2"

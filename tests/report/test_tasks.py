@@ -197,7 +197,7 @@ def test_the_random_piece_can_be_read_and_both_its_numbers_are_named(fresh: Tab)
     assert len({*names}) * 2 == len(names) == 28
     assert all(name.isalpha() for name in names)
     said = fresh.text("#guide-what")
-    assert "On this one piece of 14 different random tokens, all of letters, 0." in said
+    assert "On this piece of 14 different random tokens, all made of letters, 0." in said
     assert "is a mean over 8 rows of 50 repeated random tokens." in said
     on = fresh.texts("#cards .on-what")
     assert on[:2] == ["Its map on repeated random tokens", "Its map on the text"]

@@ -514,7 +514,7 @@ def test_an_open_page_reads_itself_anew_and_keeps_the_choice(browser: Any, tmp_p
     path, out = write_history(tmp_path / "heads.sqlite", [1, 10]), tmp_path / "page.html"
     tab = live(browser, path, out)
     go(tab, "statistic=first&head=1.0")
-    assert "read anew every 60 s" in tab.text("#live")
+    assert "reloaded every 60 s" in tab.text("#live")
     assert tab.text("#step-title") == "At step 10"
     tab.page.locator("#heat").focus()
     tab.page.evaluate("scrollTo({ top: 80 })")
@@ -587,7 +587,7 @@ def test_a_thousand_heads_by_a_thousand_steps(
     if statistics == 1:
         exact = run.tracks["statistic 0"].values[499, 101]
         assert value == written(float(np.float16(exact)), 3)
-        assert "Here up to 2 columns share a pixel" in tab.text("#pooled")
+        assert "Up to 2 columns share a pixel" in tab.text("#pooled")
     else:
         assert "a column covers" in tab.text("#made")
         assert "recorded)" in tab.text("#step-title")

@@ -53,8 +53,8 @@ def calls_of(model: nn.Module, on_call: Callable[[AttentionCall, Place], None]) 
     def listen(call: AttentionCall) -> None:
         if call.heads < call.all_heads:
             raise LookError(
-                f"{call.heads} of the {call.all_heads} heads of {call.name!r} are on this rank; look "
-                f"at a model that has all of them, or use watch(), which supports sharded heads."
+                f"{call.heads} of the {call.all_heads} heads of {call.name!r} are on this rank; "
+                f"look at a model that has all of them, or use watch(), which supports this."
             )
         times[call.name] += 1
         again = times[call.name]

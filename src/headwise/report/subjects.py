@@ -30,8 +30,8 @@ class Plain(TokenSubject):
         size = self.words.size or (tables[0] if tables else None)
         if size is None:
             raise LookError(
-                f"tokenizer={tokenizer!r:.80}: neither the tokenizer nor {type(model).__name__} has "
-                f"a vocabulary size; set its attribute vocab_size"
+                f"tokenizer={tokenizer!r:.80}: neither it nor {type(model).__name__} has a "
+                f"vocabulary size; set its attribute vocab_size"
             )
         self.vocab = size
         if isinstance(model, GPT):

@@ -116,7 +116,7 @@ def provenance_lines(look: dict[str, Any]) -> list[tuple[str, str]]:
         ("Loss", _loss(facts)),
         ("Numbers", _numbers(facts)),
         ("Maps", facts.pop("map", None) or _maps(look)),
-        ("Likeness", facts.pop("similarity", None)),
+        ("Similarity", facts.pop("similarity", None)),
         ("Seed", facts.pop("seed", None)),
     ]
     for shown in SHOWN:

@@ -23,5 +23,5 @@ function drawAbout() {
   const before = new Set(runs[0].made.map(String));
   const other = runs[1].made.filter((line) => !before.has(String(line)));
   $("made").prepend(el("dt", {}, el("b", {}, "A")), el("dd", {}));
-  $("made").append(el("dt", {}, el("b", {}, "B")), el("dd", {}, other.length ? "as A, but:" : "as A"), ...lines(other));
+  $("made").append(el("dt", {}, el("b", {}, "B")), el("dd", {}, other.length ? "same as A, except:" : "same as A"), ...lines(other));
 }

@@ -44,8 +44,8 @@ export async function drawCards() {
   if (state.view !== "heads") return undefined;
   cards.drawn = now;
   $("cards").replaceChildren(...examples.map((example, place) => card(example, proofs[place].row, place)));
-  $("cards-what").textContent = examples.length ? "Of each label, the head that has it most."
-    : "No rule holds for any head here, so none has a label. The map of heads and the table have their metrics.";
+  $("cards-what").textContent = examples.length ? "The head with the highest score for each label."
+    : "No rule holds for any head, so no head has a label. The map of heads and the table show their metrics.";
   examples.forEach(({ label }, place) => {
     const { row, layer, map } = proofs[place];
     drawMap(`card-${place}`, row, layer, map, { small: true, guides: expected(label, layer)?.lines ?? [] });
@@ -61,7 +61,7 @@ async function drawImportant() {
   $("important-box").hidden = !rows.length;
   if (!rows.length) return;
   const column = data.column.get(key);
-  $("important-what").textContent = key === "ablation" ? "The loss rises most where one of these is ablated." : "The loss is most sensitive to these.";
+  $("important-what").textContent = key === "ablation" ? "Ablating one of these heads increases the loss most." : "The loss is most sensitive to these heads.";
   const maps = await Promise.all(rows.map((row) => ofHead(row.of.maps, row.head)));
   $("important").replaceChildren(...rows.map((row, place) => {
     const index = data.rows.indexOf(row);

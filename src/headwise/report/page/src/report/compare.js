@@ -54,13 +54,13 @@ function drawChanges() {
   const labels = found.filter(({ label }) => label).length;
   const [first, second] = runs.map(({ title }) => title);
   $("compare-what").replaceChildren(el("b", {}, "A "), `${first}; `, el("b", {}, "B "), `${second}. `,
-    `${whole(bothHeads().length)} of ${counted(runs[0].rows.length, "head")} of A are in B: the same module and number. Differences are B − A.`);
-  $("losses").replaceChildren(...(runs.some(lossOf) ? runs.map((run, place) => el("li", {}, el("b", {}, "AB"[place]), `: ${lossOf(run) ? `loss ${lossOf(run)}` : "no loss is known"}`)) : []));
+    `${whole(bothHeads().length)} of ${counted(runs[0].rows.length, "head")} of A have a match in B (same module and head index). Differences are B − A.`);
+  $("losses").replaceChildren(...(runs.some(lossOf) ? runs.map((run, place) => el("li", {}, el("b", {}, "AB"[place]), `: ${lossOf(run) ? `loss ${lossOf(run)}` : "no loss was measured"}`)) : []));
   const left = bothColumns().filter((column) => !rankedColumns().includes(column));
   if (left.length) {
     const lengths = runs.map(({ read }) => read.map(({ tokens }) => whole(tokens.length)).join(" and "));
     const names = left.map(({ title }) => title[0].toLowerCase() + title.slice(1));
-    $("compare-what").append(el("b", {}, ` A is on ${lengths[0]} tokens, B on ${lengths[1]}. Figures that grow with the length are left out of the ranking, and labels that follow them: ${names.join("; ")}.`));
+    $("compare-what").append(el("b", {}, ` A is on ${lengths[0]} tokens, B on ${lengths[1]}. Metrics that grow with the length, and labels based on them, are left out of the ranking: ${names.join("; ")}.`));
   }
   $("changed").textContent = !found.length ? "No head’s metrics differ."
     : labels ? `${counted(labels, "label")} changed. The largest changes:` : "No head’s label changed. The largest changes:";
@@ -114,7 +114,7 @@ function drawStrip() {
       return showTip(event, [[`Layer ${layer.layer}`, null, counted(layer.heads.length, "head")],
         [`${one.title}, mean change`, null, Number.isNaN(mean) ? "–" : signed(mean, one) + unitName(one)]]);
     },
-  }).setAttribute("aria-label", `Mean change of each metric in each of ${counted(layers.length, "layer")}; the table below has a layer’s heads in pairs`);
+  }).setAttribute("aria-label", `Mean change of each metric in each of ${counted(layers.length, "layer")}; the table below lists the heads of a layer`);
 }
 
 const mostChanged = (heads, key) => heads.reduce((best, pair) => (Math.abs(changeOf(pair, key) ?? 0) > Math.abs(changeOf(best, key) ?? 0) ? pair : best));
@@ -194,7 +194,7 @@ function drawBoth(both) {
   const same = rows.every(Boolean) && axes.every(([a, b]) => a.cells === b.cells && a.count === b.count);
   $("both-map-2").parentElement.hidden = !same;
   $("both-what").textContent = same ? aboutDifference(both) : rows.every(Boolean)
-    ? "The two maps differ in size, so there is no difference of them: look at as many tokens in both." : "Only one of the two has this head.";
+    ? "The two maps differ in size and cannot be subtracted; use the same number of tokens in both." : "Only one of the two has this head.";
   if (!same) return;
   const { layer, map } = both[0];
   const change = mapRows(layer, both[1].map.map((value, place) => value - map[place]), (value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
@@ -224,7 +224,7 @@ function drawBothTold(at) {
 /** What the difference shows, and whether the two were looked at on different tokens. */
 function aboutDifference([a, b]) {
   const differ = ["from", "to"].some((side) => a.layer[side].tokens.some((token, index) => token !== b.layer[side].tokens[index]));
-  return (differ ? "The tokens differ between A and B: places are compared, not words. " : "") +
+  return (differ ? "The tokens differ between A and B: positions are compared, not words. " : "") +
     "In the difference, orange is more weight in B, blue more in A; square roots, as in the maps.";
 }
 

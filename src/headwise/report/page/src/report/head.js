@@ -56,10 +56,10 @@ function drawTitle() {
   const size = ({ count, cells }) => [...new Set([Math.floor(count / cells), Math.ceil(count / cells)])].join(" or ");
   const cells = rows.exact && cols.exact ? "Each cell is one query and one key."
     : `Each cell is the weight that a block of ${size(rows)} queries puts on a block of ${size(cols)} keys, on average.`;
-  $("head-what").textContent = `${cells} A row sums to 1${layer.causal ? "; keys after the query are out of sight and left blank" : ""}.`;
+  $("head-what").textContent = `${cells} A row sums to 1${layer.causal ? "; keys after the query are masked and left blank" : ""}.`;
   $("proof").textContent = guideWords(row, layer, headShown.map);
-  $("map-help").textContent = coarse.matches ? "Tap a cell to choose its query; the buttons zoom to it."
-    : "Drag to zoom in, click to choose a query; arrow keys move it.";
+  $("map-help").textContent = coarse.matches ? "Tap a cell to select its query; use the buttons to zoom."
+    : "Drag to zoom in; click or use the arrow keys to select a query.";
   drawPieceSwitch("head-pieces", row);
   $("of-text").hidden = sceneOf(row) === row.of;
   switches($("scales"), "scale", SCALES, state.scale, (scale) => { state.scale = scale; remember(); redraw(); });

@@ -123,16 +123,16 @@ function drawHeads() {
   const box = picture("heads", {
     ...layout, grid, words: headsWords(grid, across, tall), ramp: column ? roundTicks(grid.low, grid.high) : undefined,
     says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
-      : { title: "What every head mostly attends to", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+      : { title: "The first label of every head", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
     click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
     hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
     leave: () => peek({}),
   });
   const title = column?.title ?? "Label";
   box.setAttribute("aria-label",
-    `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; chosen: ${headName(chosen())}. The table has all metrics`);
-  $("heads-what").textContent = `A head lets each token attend to others. Each cell is a head; ${column
-    ? `its colour shows one metric: ${title}.` : "its colour and glyph show its first label, what it mostly attends to."}`;
+    `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; selected: ${headName(chosen())}. The table has all metrics`);
+  $("heads-what").textContent = `Each cell is a head; ${column
+    ? `its colour shows one metric: ${title}.` : "its colour and glyph show its first label, which names its main attention pattern."}`;
   $("what").textContent = column?.meaning ?? "";
   drawLegend();
 }

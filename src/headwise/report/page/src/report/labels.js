@@ -39,7 +39,7 @@ export function labelLines(row) {
     const column = data.column.get(key);
     const rule = data.rules.find((one) => one.label === label && one.key === key) ?? data.rules.find((one) => one.label === label);
     const limit = `the label requires ${figure(threshold, column)} or ${sign === "≤" ? "less" : "more"}`;
-    const share = typeof coverage === "number" && coverage < 0.995 ? ` on the ${percent(coverage)} of queries that have such a key` : "";
+    const share = typeof coverage === "number" && coverage < 0.995 ? ` over the ${percent(coverage)} of queries that have such a key` : "";
     return el("li", {}, glyph(label), el("b", {}, label), rule?.why ? `: ${rule.why}. ` : ": ",
       el("small", {}, `${column?.title ?? key}: ${figure(score, column)}${share}${overRows(key)}; ${limit}.`));
   });

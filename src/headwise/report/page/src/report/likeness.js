@@ -16,14 +16,14 @@ import { chosen, state } from "./state.js";
 const likeness = { order: "layer", rows: [], drawn: "" };
 
 export const likenessView = {
-  title: "Likeness",
+  title: "Similarity",
   kept: { alike: [() => likeness.order, (value) => { if (["layer", "label", "likeness"].includes(value)) likeness.order = value; }] },
   more: true,
   there: () => data.similarity !== null,
   load: () => numbers(data.similarity),
   draw({ values }) {
     switches($("likeness-orders"), "likeness-order",
-      [["layer", "by layer and head"], ["label", "by label"], ["likeness", "like beside like"]], likeness.order, (order) => {
+      [["layer", "by layer and head"], ["label", "by label"], ["likeness", "by similarity"]], likeness.order, (order) => {
         likeness.order = order;
         remember();
         redraw();
@@ -86,7 +86,7 @@ function drawLikeness(values) {
     const side = Math.min(width, 760);
     const margin = { l: 44, r: 52, t: 6, b: 44 };
     picture("likeness", {
-      says: { title: "How alike heads are, in pairs", scale: "1 is the same map." },
+      says: { title: "Similarity of all pairs of heads", scale: "1 means equal maps." },
       width: side, height: side - margin.l - margin.r + margin.t + margin.b, margin, frames: likenessFrame(),
       grid: { z, low: 0, high: 1, stops: VIRIDIS }, ramp: roundTicks(0, 1),
       x: { range: [-0.5, count - 0.5], ticks, turned: 90 }, y: { range: [count - 0.5, -0.5], ticks },
@@ -100,9 +100,9 @@ function drawLikeness(values) {
       },
     });
   } else reframe("likeness", likenessFrame());
-  $("likeness-what").replaceChildren("1 is the same map. ", ...subscripts(data.provenance.similarity ?? ""));
+  $("likeness-what").replaceChildren("1 means equal maps. ", ...subscripts(data.provenance.similarity ?? ""));
   $("likeness").setAttribute("aria-label",
-    `Likeness of ${counted(data.rows.length, "head")} in pairs; the list beside it has the most alike to ${headName(chosen())}`);
+    `Similarity of all pairs of ${counted(data.rows.length, "head")}; the list beside it has the heads most similar to ${headName(chosen())}`);
 }
 
 function likenessFrame() {
@@ -114,7 +114,7 @@ function drawAlike(values) {
   const found = [...data.rows.keys()].filter((row) => row !== state.row).map((row) => [row, alike(values, state.row, row)])
     .filter(([, value]) => !Number.isNaN(value))
     .sort((a, b) => b[1] - a[1]).slice(0, 10);
-  $("alike-title").textContent = `Most alike to ${headName(chosen())}`;
+  $("alike-title").textContent = `Most similar to ${headName(chosen())}`;
   $("alike").replaceChildren(...found.map(([row, value]) => headLine(data.rows[row], value.toFixed(2), row)));
 }
 

@@ -26,7 +26,7 @@ import { headRows } from "./weights.js";
 const NARROW = 860;  // pixels, as in the style sheet: heads come before the story's map
 
 async function start() {
-  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for the page; any of 2023 or later will do");
+  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for this page; use a version from 2023 or later");
   document.documentElement.dataset.title = document.title;
   Object.assign(views, {
     heads: headsView, head: headView, mosaic: mosaicView, table: tableView, compare: compareView, likeness: likenessView,

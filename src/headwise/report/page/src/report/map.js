@@ -23,7 +23,7 @@ export function scaleWords(top) {
 export const SCALES = [
   ["root", "√ weight", "Colours by the square root of the weight, the same for every head"],
   ["linear", "weight", "Colours by the weight, the same for every head"],
-  ["row", "row maximum", "Colours up to the largest weight of each row, so that wide heads can be seen"],
+  ["row", "row maximum", "Colours relative to the largest weight of each row, so that heads with spread-out attention are visible"],
 ];
 
 /** Whether all keys of a cell come after all its queries. */

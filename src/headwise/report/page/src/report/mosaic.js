@@ -140,5 +140,5 @@ function tileFrame() {
 
 function drawMosaicTitle() {
   $("mosaic-head").replaceChildren(el("b", {}, headName(chosen())), `: ${allLabels(chosen())}. `, el("a", { href: address("head") }, "Show it"));
-  $("mosaic").setAttribute("aria-label", `Maps of all ${counted(data.rows.length, "head")}; chosen: ${headName(chosen())}`);
+  $("mosaic").setAttribute("aria-label", `Maps of all ${counted(data.rows.length, "head")}; selected: ${headName(chosen())}`);
 }

@@ -37,7 +37,7 @@ export function drawOffsets(rows) {
   picture("offsets", {
     width: $("offsets").clientWidth, height: 180 + turnedRoom(names, 40), margin: { l: 44, r: 10, t: 8, b: turnedRoom(names, 40) }, bars: shares.map((share, bin) => [bin, share]),
     x: {
-      title: data.offsets[first] < 0 ? "tokens back; below 0, ahead" : "tokens back",
+      title: data.offsets[first] < 0 ? "tokens back (negative: ahead)" : "tokens back",
       range: [-0.6, shares.length - 0.4], ticks: names.map((name, bin) => [bin, name]), turned: 40,
     },
     y: { title: "share", range: [0, most * 1.05], ticks: roundTicks(0, most * 1.05), lines: true },
@@ -45,9 +45,9 @@ export function drawOffsets(rows) {
   });
   const rest = 1 - shares.reduce((sum, share) => sum + share, 0);
   const forward = data.offsets[0] < 0 || layer.causal ? "" : "ahead of the query, or ";
-  $("offsets-what").textContent = rest > 0.02 ? `${percent(rest)} lies elsewhere: ${forward}in a sink.` : "The shares add up to 1.";
+  $("offsets-what").textContent = rest > 0.02 ? `${percent(rest)} of the weight is elsewhere: ${forward}on a sink.` : "The shares sum to 1.";
   return $("offsets").setAttribute("aria-label",
-    `Mass by distance: ${names.map((name, index) => `${name} back ${shares[index].toFixed(2)}`).join(", ")}`);
+    `Weight by distance: ${names.map((name, index) => `${name} back ${shares[index].toFixed(2)}`).join(", ")}`);
 }
 
 /**
@@ -94,6 +94,6 @@ function drawPatchOffsets(shown) {
   }).setAttribute("aria-label", "Share of the weight by rows and columns from the query");
   const rest = 1 - z.reduce((sum, line) => sum + line.reduce((one, share) => one + share, 0), 0);
   const exact = shown.layer.rows.exact && shown.layer.cols.exact;
-  $("offsets-what").textContent = `0, 0 is the patch itself. ${exact ? "" : "Of the strongest keys alone, which are kept. "}`
-    + `${percent(Math.max(0, rest))} lies elsewhere${beforePatches(shown.layer.from) ? ", such as on tokens that are no patches" : ""}.`;
+  $("offsets-what").textContent = `0, 0 is the patch itself. ${exact ? "" : "Only the strongest keys are stored and shown. "}`
+    + `${percent(Math.max(0, rest))} of the weight is elsewhere${beforePatches(shown.layer.from) ? ", such as on tokens that are not patches" : ""}.`;
 }

@@ -82,7 +82,7 @@ export function guideWords(row, layer, map) {
   const shown = shownLabel(row, layer);
   if (!shown) {
     const hidden = row.labels.find(({ key }) => key.endsWith("_random"));
-    return hidden && !layer.isTwin && row.of.twin ? `Its label ${hidden.label} comes from repeated random tokens: switch to them to see why.` : "";
+    return hidden && !layer.isTwin && row.of.twin ? `Its label ${hidden.label} is based on repeated random tokens; switch to them to see the pattern.` : "";
   }
   const { label, where, lines } = shown;
   const mean = overRows(label.key);  // the label's figure is of more than this piece
@@ -95,7 +95,7 @@ function pieceName(layer) {
   if (!layer.isTwin) return data.provenance.texts > 1 ? "the first text" : layer.from.grid ? "this image" : "this text";
   const { first, period } = repeatOf(layer.from);
   const tokens = layer.from.tokens.slice(first, first + period);
-  return `this one piece of ${whole(period)} ${new Set(tokens).size === period ? "different " : ""}random tokens${tokens.every((token) => /^\s*\p{L}+$/u.test(token)) ? ", all of letters" : ""}`;
+  return `this piece of ${whole(period)} ${new Set(tokens).size === period ? "different " : ""}random tokens${tokens.every((token) => /^\s*\p{L}+$/u.test(token)) ? ", all made of letters" : ""}`;
 }
 
 /** The shares at offsets from 3 back to 3 ahead, which positional labels come from. */
@@ -116,5 +116,5 @@ export function drawProfile(row) {
       if (found) showTip(event, [["tokens from the query", null, `${found[0]}`], ["share", null, found[1].toFixed(3)]]);
     },
   }).setAttribute("aria-label", `Share of the weight by offset: ${shares.map(([by, share]) => `${by}: ${share.toFixed(2)}`).join(", ")}`);
-  $("profile-what").textContent = limit ? `Dashed: from ${limit} on, a head is called positional (previous token, itself).` : "";
+  $("profile-what").textContent = limit ? `Dashed: the threshold ${limit} of positional labels such as previous token and self.` : "";
 }

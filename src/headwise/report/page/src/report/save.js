@@ -117,7 +117,7 @@ async function copyLink(button) {
     document.execCommand("copy");
     field.remove();
   }
-  const note = location.protocol === "file:" ? "copied; it opens on this machine only. To others send the file, and what follows # in the link." : "copied";
+  const note = location.protocol === "file:" ? "copied; it works only on this machine. To share it, send the file and the part of the link after #." : "copied";
   button.textContent = note;
   $("said").textContent = `The link is ${note}`;
   setTimeout(() => { button.textContent = "link"; }, 5000);

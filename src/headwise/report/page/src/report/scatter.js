@@ -114,7 +114,7 @@ function drawScatter() {
     },
   });
   const agreement = rankCorrelation(across, up);
-  const said = Number.isNaN(agreement) ? "no rank correlation: one of the two never changes" : `rank correlation ${figure(agreement)} (Spearman)`;
+  const said = Number.isNaN(agreement) ? "no rank correlation: one of the metrics is constant" : `rank correlation ${figure(agreement)} (Spearman)`;
   $("scatter-what").textContent = `${counted(rows.length, "head")}, ${said}.`;
   $("scatter").setAttribute("aria-label", `${y.title} against ${x.title}: ${counted(rows.length, "head")}, ${said}. The table has all metrics`);
   drawScatterLegend(rows);

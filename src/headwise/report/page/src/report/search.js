@@ -69,7 +69,7 @@ function sayFound() {
   searching.text = "";
   const text = $("search").value.trim();
   const { length } = text ? searchWord(text) : [];
-  $("found-by-search").textContent = length ? `${whole(length)} found: Enter` : "";
+  $("found-by-search").textContent = length ? `${whole(length)} found; press Enter` : "";
 }
 
 /** Shows what an address names. */

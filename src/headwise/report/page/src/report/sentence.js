@@ -86,7 +86,7 @@ export const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(
 export function sentence(row, layer, query, found) {
   const cross = layer.kind === "cross";
   const start = [el("b", {}, `Head ${headName(row)}`), cross ? ` at ${layer.from.name}’s ` : " at ", tokenCode(layer.from, query)];
-  if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": for a text of this size, single keys are not kept."];
+  if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": single keys are not stored for a text of this size."];
   const [[key, value], second] = found;
   const keys = visibleKeys(layer, query);
   const clear = isClear(value, keys);

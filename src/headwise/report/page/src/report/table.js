@@ -148,7 +148,7 @@ function sayMoreColumns() {
   const box = $("table").parentElement;
   const left = box.scrollWidth - box.clientWidth - box.scrollLeft;
   $("more-columns").textContent = box.scrollWidth <= box.clientWidth + 4 ? ""
-    : left > 4 ? "More columns at the right: scroll sideways, or focus the table and use the arrow keys." : "This is the last column; the first ones are at the left.";
+    : left > 4 ? "More columns at the right: scroll sideways, or focus the table and use the arrow keys." : "This is the last column; scroll left for the first ones.";
   box.classList.toggle("goes-on", left > 4);
 }
 

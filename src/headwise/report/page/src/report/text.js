@@ -40,12 +40,12 @@ function drawTextTitle() {
     chooseToken(state.token, direction);
   });
   const places = layer.from.positions
-    ? ` This layer attends over ${whole(layer.from.tokens.length)} places at a time (a window, say), so these are numbers of places.` : "";
-  const block = layer.rows.exact && layer.cols.exact ? "" : " Weights beside the strongest keys are means over blocks of tokens (≈).";
+    ? ` This layer attends over ${whole(layer.from.tokens.length)} positions at a time (for example a window), so tokens are shown as position numbers.` : "";
+  const block = layer.rows.exact && layer.cols.exact ? "" : " Except for the strongest keys, weights are means over blocks of tokens (≈).";
   $("text-what").textContent = {
-    to: "Choose a token: the others are coloured by the weight it puts on them.",
-    from: "Choose a token: the others are coloured by the weight they put on it.",
-    all: "Each token is coloured by the attention it received from all queries together.",
+    to: "Select a token; the others are coloured by its weight on them.",
+    from: "Select a token; the others are coloured by their weight on it.",
+    all: "Each token is coloured by the total attention it receives from all queries.",
   }[state.direction] + places + block + (rawWords(layer) && ` ${rawWords(layer)}`);
 }
 
@@ -54,7 +54,7 @@ function drawTextTitle() {
  * @param {Layer} layer
  */
 export const rawWords = ({ from, to }) => ([from, to].some((stream) => !stream.pieces && !stream.apart && !stream.grid && !stream.positions)
-  ? "Tokens stand as the tokenizer writes them: it does not say where they are in the text. " : "");
+  ? "Tokens are shown as the tokenizer writes them because it does not give their positions in the text. " : "");
 
 /** The token boxes of the layer's streams, made anew only when these change. */
 function drawStreams() {
@@ -207,7 +207,7 @@ function colourTokens() {
       button.tabIndex = here || (!both && box.dataset.side !== picked && index === 0) ? 0 : -1;
     }
   }
-  textScale = state.direction === "all" ? `Full colour is the most that a token received, ${weight(top)}.` : scaleWords(top);
+  textScale = state.direction === "all" ? `Full colour is the largest attention that a token receives, ${weight(top)}.` : scaleWords(top);
   sayScale();
   drawStrongest(layer, weights);
   keepInSight(picked);
@@ -238,7 +238,7 @@ function drawStrongest(layer, weights) {
   const next = layer.kind === "cross" ? { to: "from", from: "to", all: "from" }[state.direction] : state.direction;
   $("strongest").replaceChildren(...weightList(other, found, aside, next, about));
   const rest = 1 - found.reduce((sum, [, value]) => sum + value, 0);
-  $("strongest-rest").textContent = state.direction !== "to" || !exact ? "" : rest > 0.0005 ? `${weight(rest)} on all other keys.` : "Nothing on other keys.";
+  $("strongest-rest").textContent = state.direction !== "to" || !exact ? "" : rest > 0.0005 ? `${weight(rest)} on all other keys.` : "No weight on other keys.";
 }
 
 /** Lines of `[index, weight]`: weight, token, an aside; `about` says of an index that its weight is a mean. A token can be chosen. */

@@ -113,8 +113,8 @@ export function drawHeat(choose, zoom) {
       const { head, column } = at(place);
       if (column >= 0) choose(head, column);
     },
-  }).setAttribute("aria-label", `${statistic.title} of ${counted(order.length, "head")} over steps; the table of values has those of the chosen head`);
-  $("pooled").textContent = most > 1 ? `Here up to ${most} columns share a pixel: ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "the largest" : "their mean"} is shown.` : "";
+  }).setAttribute("aria-label", `${statistic.title} of ${counted(order.length, "head")} over steps; the table of values shows the selected head`);
+  $("pooled").textContent = most > 1 ? `Up to ${most} columns share a pixel, which shows ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "their maximum" : "their mean"}.` : "";
   drawRamp(colour);
 }
 

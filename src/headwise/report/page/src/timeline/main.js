@@ -13,7 +13,7 @@ import { connectTables, drawAlarms } from "./tables.js";
 function drawSwitches() {
   switches($("statistics"), "statistic", data.statistics.map(({ key, short, title }) => [key, short, title]), state.statistic, showStatistic);
   const names = runs.map((run, place) => [String(place), RUN_NAMES[place], `${RUN_NAMES[place]}: ${run.name}`]);
-  if (canDiffer()) names.push([DIFFERENCE, "B − A", "B less A, at the steps that both have recorded"]);
+  if (canDiffer()) names.push([DIFFERENCE, "B − A", "B − A at the steps that both runs recorded"]);
   switches($("run"), "run", names, state.run, (key) => { state.run = key; drawAll(); });
   $("run").hidden = runs.length === 1;
   switches($("scale"), "scale", [["linear", "linear"], ["log", "logarithm"], ["change", "change", "Change since the first step"]], "linear", (key) => { state.scale = key; drawAll(); });
@@ -81,7 +81,7 @@ function connect() {
 }
 
 async function start() {
-  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for the page; any of 2023 or later will do");
+  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for this page; use a version from 2023 or later");
   await prepareRuns(JSON.parse(await unpackText("results")));
   $("follow").checked = true;
   beginning();

@@ -16,7 +16,7 @@ export function keepReading() {
   if (scroll) scrollTo({ top: scroll });
   if (focus) $(focus)?.focus({ preventScroll: true });
   $("live").hidden = false;
-  $("live-what").textContent = `written ${new Date(when * 1000).toLocaleTimeString("en-GB")}, read anew every ${every} s`;
+  $("live-what").textContent = `written ${new Date(when * 1000).toLocaleTimeString("en-GB")}, reloaded every ${every} s`;
   $("follow").addEventListener("change", remember);
   for (const name of ["pointermove", "pointerdown", "keydown", "wheel", "touchmove"]) {
     addEventListener(name, () => { touched = Date.now(); }, { passive: true });

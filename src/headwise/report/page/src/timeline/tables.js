@@ -78,8 +78,8 @@ export function drawAlarms() {
   drawRules(all);
   $("alarms-box").hidden = !all.length;
   $("alarms-rest").textContent = all.length === 0 ? "No head broke a rule."
-    : all.length > MOST_ALARMS ? `The first ${MOST_ALARMS} of ${whole(all.length)}; the history has all.` : "";
-  const names = ["step", ...(runs.length > 1 ? ["run"] : []), "head", "figure", "rule"];
+    : all.length > MOST_ALARMS ? `The first ${MOST_ALARMS} of ${whole(all.length)}; the history has all alarms.` : "";
+  const names = ["step", ...(runs.length > 1 ? ["run"] : []), "head", "metric", "rule"];
   $("alarms").tHead.rows[0].replaceChildren(...names.map((name) => el("th", { scope: "col", class: name === "rule" ? "words" : "" }, name)));
   $("alarms").tBodies[0].replaceChildren(...all.slice(0, MOST_ALARMS).map((alarm) => {
     const button = el("button", { type: "button", "aria-label": `Step ${whole(alarm.step)}, ${headName(heads[alarm.head])}` }, whole(alarm.step));
