@@ -454,7 +454,7 @@ def test_arguments() -> None:
     refused(model, "seen is a list", [1.0])
     refused(model, "no module 'attn'", {"attn": TOPS})
     refused(model, "3 largest scores for 4 heads", {"": TOPS[:3]})
-    refused(model, "one number a head", {"": TOPS[None]})
+    refused(model, "one number per head", {"": TOPS[None]})
 
 
 class Named(nn.Module):
@@ -467,10 +467,13 @@ class Named(nn.Module):
 
 
 def test_normalised_queries_and_keys() -> None:
-    refused(hw.MultiHeadAttention(E, H, qk_norm=True), "'q_norm', queries and keys are normalised")
+    refused(
+        hw.MultiHeadAttention(E, H, qk_norm=True),
+        "'q_norm' is a norm: queries and keys are normalised",
+    )
     named = Named("wq", "wk", "wv", "wo")
     named.add_module("q_layernorm", nn.LayerNorm(D, elementwise_affine=False))
-    refused(named, "by 'q_layernorm', queries and keys are normalised")
+    refused(named, "'q_layernorm' is a norm: queries and keys are normalised")
     named.q_layernorm = nn.Identity()  # as in timm, where there is none
     hw.qk_clip_(named, {"": TOPS})
 
@@ -517,7 +520,7 @@ def test_weights_that_are_shared_in_part() -> None:
     model = nn.ModuleList([Named("wq", "wk", "wv", "wo") for _ in range(2)])
     model[1].wk.weight = model[0].wk.weight
     tops = {"0": TOPS, "1": 3 * TOPS}
-    refused(model, "share some of the weights that are to be scaled", tops, rule="both")
+    refused(model, "share some but not all of the weights", tops, rule="both")
     gammas = hw.qk_clip_(model, tops)  # keys are not touched
     assert torch.equal(gammas["1"], (100 / (3 * TOPS.double())).clamp(max=1))
 
@@ -609,7 +612,7 @@ def test_float32_masters_are_scaled(where: str, dtype: torch.dtype) -> None:
 
 def test_weights_under_float32_without_masters() -> None:
     model = halves()
-    refused(model, "weights in torch.bfloat16; their optimizer may hold float32 masters")
+    refused(model, "weights are torch.bfloat16; their optimizer may hold float32 master")
     optimizer = torch.optim.AdamW(model.parameters())
     old = model.qkv.weight.detach().clone()
     with pytest.warns(UserWarning, match="no float32 master of torch.bfloat16 .* in AdamW"):
@@ -622,7 +625,7 @@ def test_weights_under_float32_without_masters() -> None:
 
 def test_nothing_is_scaled_where_a_later_layer_is_refused() -> None:
     model = nn.ModuleList([hw.MultiHeadAttention(E, H), halves()])
-    refused(model, "give optimizer=", {"0": TOPS, "1": TOPS})
+    refused(model, "pass optimizer=", {"0": TOPS, "1": TOPS})
 
 
 def test_weights_of_some_ranks_are_refused() -> None:
