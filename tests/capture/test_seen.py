@@ -422,14 +422,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=f"^{re.escape(str(tmp_path))}: is a folder"):
         Watched.load(tmp_path)
     path.write_text("layer,head\n")
-    with pytest.raises(ValueError, match="no safetensors file, or damaged"):
+    with pytest.raises(ValueError, match="not a safetensors file, or damaged"):
         Watched.load(path)
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="was not written by save"):
         Watched.load(path)
     header = {"format": "headwise.seen", "version": "9", "content": "{}"}
     save_file({"weight": torch.zeros(2)}, path, metadata=header)
-    with pytest.raises(ValueError, match="is of version 9, and this headwise reads 1"):
+    with pytest.raises(ValueError, match="has version 9, but this headwise reads 1"):
         Watched.load(path)
 
 

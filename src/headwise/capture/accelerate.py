@@ -1,4 +1,4 @@
-"""`accelerate(model)`: headwise's kernel under a model's attention, without editing it."""
+"""`accelerate(model)`: run the attention of a model on headwise's kernel, without editing it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from .session import ALWAYS, UNNOTICED
 
 @contextmanager
 def accelerate(model: nn.Module) -> Iterator[Accelerated]:
-    """Run a model's attention on headwise's kernel; its numbers stay the same but for rounding.
+    """Run a model's attention on headwise's kernel; results change only by rounding.
 
-    Serves `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's transformer
-    layers (the fused ones of evaluation too), in training and in evaluation, under autocast, and
-    with `watch()` around it or inside: then statistics and output come from the same pass. A call
-    is served where `attend()` would choose the native kernel, which was measured beside PyTorch's;
-    every other one goes on as before, and the account says why. On exit, also after an exception,
-    everything is as it was. Calls in the thread that accelerates are served.
+    It supports `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's transformer
+    layers (also the fused ones used in evaluation), in training and in evaluation, under autocast,
+    and with `watch()` around it or inside: statistics and output are then computed in one pass. A
+    call is accelerated if `attend()` would choose the native kernel, based on measurements against
+    PyTorch's kernel; other calls run unchanged, and the account has the reason. On exit, also after
+    an exception, the model is restored. Only calls in the current thread are accelerated.
 
-    On CUDA this is for models that are watched: one launch computes output and statistics, where
-    `watch()` alone launches twice. Rows whose scores are not finite numbers become NaN there.
+    On CUDA this is useful for watched models: one launch computes output and statistics, whereas
+    `watch()` alone requires two. Rows with scores that are not finite become NaN on CUDA.
 
-    Run the backward pass of checkpointed activations inside too: it computes them again.
+    With activation checkpointing, run the backward pass inside the `with` block too, because it
+    recomputes attention.
 
     Args:
         model: any module that is not compiled.
@@ -41,7 +42,7 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
         An account, for `print()`, with `table()`, `served` and `left`.
 
     Raises:
-        ValueError: something that is no module; a model that is compiled, or a part that is.
+        ValueError: the model is not a module, or it or a part of it is compiled.
 
     >>> import torch, headwise as hw
     >>> layer = torch.nn.TransformerEncoderLayer(24, nhead=2, batch_first=True).eval()

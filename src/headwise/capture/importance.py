@@ -17,7 +17,7 @@ from .reference import AblationReference, check_given
 from .session import catch
 
 Loss = Callable[[Any, Any], Tensor]
-"""`loss(model, batch)`: a loss for each sample, `[B]`, or one number that is their mean."""
+"""`loss(model, batch)`: a loss for each sample, `[B]`, or their mean as a scalar."""
 
 
 def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffects:
@@ -27,24 +27,24 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
     features and the calls of its module in a forward pass, for each sample:
 
     * `importance` is the mean over samples of `|⟨o, ∂L/∂o⟩|` (Michel et al. 2019, eq. 2): how fast
-      the loss moves as the head is turned up or down, either way.
-    * `ablation_estimate` is the mean of `−⟨o, ∂L/∂o⟩`: to first order, what the loss gains when
-      the head gives 0, which `ablation_scan()` measures.
+      the loss changes as the head's output is scaled.
+    * `ablation_estimate` is the mean of `−⟨o, ∂L/∂o⟩`: a first-order estimate of the increase of
+      the loss if the head's output is 0, which `ablation_scan()` measures.
 
-    Gradients of parameters, `requires_grad` and the model's mode are left as they are; a model
-    whose parameters are frozen will do.
+    Gradients of parameters, `requires_grad` and the mode of the model do not change. The parameters
+    may be frozen.
 
     Args:
-        model: any model that `watch()` sees.
+        model: any model that `watch()` supports.
         loss: `loss(model, batch)`: one loss for each sample of the batch, `[B]`; or a scalar that
-            is the mean over samples, which is then taken times B.
-        batches: in whatever form `loss` takes. A call whose batch is n times as large as B (an
-            image's windows, say) has n rows in a row for each sample.
+            is the mean over samples, which is then multiplied by B.
+        batches: in any form that `loss` accepts. A call with a batch n times as large as B (such as
+            the windows of an image) must have n consecutive rows for each sample.
 
     Raises:
-        ValueError: a loss of another shape, or not finite, or without a gradient (under
-            `torch.inference_mode()` there is none); no attention seen; batches that are one batch;
-            a scalar loss where calls have batches of different sizes.
+        ValueError: the loss has another shape, is not finite or has no gradient (as under
+            `torch.inference_mode()`); no attention was captured; `batches` is a single batch; the
+            loss is a scalar but calls have batches of different sizes.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -72,7 +72,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
                     f"{said}: {call.heads} of the {call.all_heads} heads of {call.name!r} are on "
                     f"this rank; ablation_scan() sees all of them."
                 )
-            # A tensor of its own: what the model goes on with is made of this one, by every road.
+            # A new tensor from which all further results of the model are computed.
             out = call.out
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
             if not call.again:
@@ -115,24 +115,25 @@ def ablation_scan(
     modules: Modules = None,
     report: Callable[[float], None] | None = None,
 ) -> HeadEffects:
-    """Measure the change of the loss when each head is ablated alone: one forward pass per head.
+    """Measure the change of the loss when each head is ablated: one forward pass per head.
 
-    `ablation` is the mean over samples of the loss without the head less the loss with it; it is
-    negative for a head that the loss is better off without.
+    `ablation` is the mean over samples of the loss without the head minus the loss with it. It is
+    negative if the loss is lower without the head.
 
     Args:
-        model: any model that `watch()` sees, in evaluation mode.
-        loss: as in `importance()`. Of a scalar, every batch counts as one sample.
-        batches: in whatever form `loss` takes.
+        model: any model that `watch()` supports, in evaluation mode.
+        loss: as in `importance()`. If it is a scalar, every batch counts as one sample.
+        batches: in any form that `loss` accepts.
         how, reference, seed: as in `ablate()`.
-        modules: scan these alone: a pattern such as `"model.layers.1?.*"`, the number of a layer
-            (2 or `"L2"`), a list of them, or a function that says of a module's qualified name
-            whether it is meant.
+        modules: the modules to scan: a pattern such as `"model.layers.1?.*"`, the index of a layer
+            (2 or `"L2"`), a list of these, or a function that returns True for the qualified names
+            to include. Default: all.
         report: called after every forward pass with the completed fraction.
 
     Raises:
-        ValueError: a model in training mode, where dropout would drown the differences; a loss of
-            another shape, or not finite; no attention seen; and what `ablate()` refuses.
+        ValueError: the model is in training mode, where dropout would hide the differences; the
+            loss has another shape or is not finite; no attention was captured; or as for
+            `ablate()`.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3).eval()
@@ -196,7 +197,7 @@ def _checked(losses: Tensor, said: str) -> Tensor:
 
 
 def _batch_of(outs: list[tuple[str, Tensor]], said: str) -> int:
-    """The samples of a batch, where the loss is one number."""
+    """Return the number of samples of a batch, if the loss is a scalar."""
     sizes = {name: len(out) for name, out in outs}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -207,7 +208,7 @@ def _batch_of(outs: list[tuple[str, Tensor]], said: str) -> int:
 
 
 def _per_sample(product: Tensor, samples: int, name: str, said: str) -> Tensor:
-    """`[n · B, H]` of a call's rows, n in a row for each sample, to `[B, H]`."""
+    """Sum `[n · B, H]`, with n consecutive rows for each sample, to `[B, H]`."""
     if samples == 0 or len(product) % samples:
         raise ValueError(
             f"{said}: the loss has {samples} samples, and {name!r} was called with a batch of "

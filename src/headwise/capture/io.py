@@ -1,4 +1,4 @@
-"""Results in a safetensors file, with their structure in the header as JSON."""
+"""Save results in a safetensors file, with their structure as JSON in the header."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FORMAT = "headwise.seen"
 VERSION = 1
 
 LONGEST_HEADER = 100_000_000
-"""In bytes; safetensors reads none that is longer."""
+"""The maximal size of the header in bytes that safetensors reads."""
 
 
 def write_tree(path: Path, content: Any) -> None:
-    """Write nested dicts and lists of plain values and tensors; whole or not at all.
+    """Write nested dicts and lists of plain values and tensors, completely or not at all.
 
-    In the header a tensor is `{"tensor": n}`, and the tensor is called `n`.
+    In the header a tensor is represented by `{"tensor": n}`, where `n` is the name of the tensor.
 
     Raises:
-        OSError: there is no such folder, or no regular file of that name.
-        ValueError: too many tensors for a file.
+        OSError: the folder does not exist, or the path is not a regular file.
+        ValueError: there are too many tensors for one file.
     """
     place_for(path)
     tensors: dict[str, Tensor] = {}
@@ -33,7 +33,7 @@ def write_tree(path: Path, content: Any) -> None:
 
     def numbered(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{type(value).__name__} is no plain value")
+            raise TypeError(f"{type(value).__name__} is not a plain value")
         if id(value) not in known:
             name = str(len(tensors))
             known[id(value)] = value, name
@@ -57,11 +57,12 @@ def write_tree(path: Path, content: Any) -> None:
 
 
 def read_tree(path: Path) -> Any:
-    """Read a file of `write_tree`, with tensors on the CPU.
+    """Read a file written by `write_tree`, with tensors on the CPU.
 
     Raises:
-        OSError: there is no such file, or it is a folder.
-        ValueError: no safetensors file, damaged, or of another kind or a later version.
+        OSError: the file does not exist, or is a directory.
+        ValueError: the file is damaged, not a safetensors file of `write_tree`, or of a later
+            version.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -74,12 +75,14 @@ def read_tree(path: Path) -> Any:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: no safetensors file, or damaged ({one_line(error)})") from None
+        raise ValueError(
+            f"{path}: not a safetensors file, or damaged ({one_line(error)})"
+        ) from None
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path}: was not written by save() of what watch() has seen")
+        raise ValueError(f"{path}: was not written by save() of a watch() result")
     if header.get("version") != str(VERSION):
         raise ValueError(
-            f"{path}: is of version {header.get('version')}, and this headwise reads {VERSION}"
+            f"{path}: has version {header.get('version')}, but this headwise reads {VERSION}"
         )
 
     def tensor(found: dict[str, Any]) -> Any:

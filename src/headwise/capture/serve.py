@@ -1,8 +1,8 @@
-"""Calls of other people's functions that headwise's kernel computes in their place.
+"""Run calls of attention functions on headwise's kernel.
 
-A call is served where `attend()` would choose the native kernel, and where that computes just what
-the function was asked for. Everything else goes on as it was, with a reason for the account. On
-CUDA it is the native kernel by name, which computes output and statistics in one launch.
+A call is accelerated if `attend()` would choose the native kernel and the kernel supports all its
+arguments. Other calls run unchanged, and the account records the reason. On CUDA the native kernel
+is always chosen, as it computes output and statistics in one launch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NATIVE = "native"
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-# ── who accelerates ─────────────────────────────────────────────────────────────────────────────
+# ── active calls ────────────────────────────────────────────────────────────────────────────────
 
 
 class Accelerated:
-    """An account of the attention calls of a model: which headwise served, and why not the others.
+    """An account of the attention calls of a model: which were accelerated, and why not the others.
 
     >>> account = Accelerated()
     >>> account.note("decoder.attn", "scaled_dot_product_attention", "nested tensors")
@@ -49,7 +49,7 @@ class Accelerated:
         self._own_layers = own_layers
 
     def note(self, module: str, function: str, found: Served | str) -> None:
-        """Count a call that is served, or is not and why."""
+        """Count a call, with its backend or the reason why it was not accelerated."""
         served = isinstance(found, Served)
         backend, reason = (found.backend, "") if served else (None, found)
         place = (module, function, backend, reason)
@@ -62,14 +62,14 @@ class Accelerated:
 
     @property
     def left(self) -> int:
-        """The number of calls that went on as before."""
+        """The number of calls that ran unchanged."""
         return sum(row["calls"] for row in self.table() if not row["backend"])
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each module, function, and what was made of its calls.
+        """Return a row for each module, function and outcome.
 
-        `module`, `function`, `calls`; `backend` is that of headwise which served them, or `None`,
-        and then `reason` says why they went on as before.
+        The keys are `module`, `function`, `calls`, `backend` (the headwise backend that ran them,
+        or `None`) and `reason` (why they ran unchanged).
         """
         return [
             {
@@ -106,28 +106,28 @@ class Accelerated:
 
 
 APART = Depth()
-"""In it calls are left as they are, and counted by nobody."""
+"""Inside it, calls run unchanged and are not counted."""
 
 SERVED = Replaced(lambda: lambda: None)
-"""The nets whose models are served."""
+"""The sessions of accelerated models."""
 
 
 class Accelerator(Net):
-    """A net whose model is served; it listens to nothing."""
+    """A session that accelerates its model; it captures nothing."""
 
     account: Accelerated
 
     @property
     def open(self) -> bool:
-        """Return True if calls are to be accelerated now, even inside a captured call.
+        """Return True if calls are accelerated now, also inside a captured call.
 
-        Those in a graph that is being compiled are left as they are.
+        Calls in a graph that is being compiled run unchanged.
         """
         return not torch.compiler.is_compiling() and not APART.now and self.names.inside
 
 
 def accelerators() -> tuple[Net, ...]:
-    """Return those whose model is running in this thread, outermost first."""
+    """Return the sessions whose model is running in this thread, outermost first."""
     return SERVED.nets if SERVED.everyone else ()
 
 
@@ -139,7 +139,7 @@ def watched() -> bool:
 
 
 def note(function: str, found: Served | str, name: str | None = None) -> None:
-    """Count a call with all that accelerate the model that makes it."""
+    """Count a call in all sessions that accelerate its model."""
     for net in accelerators():
         assert isinstance(net, Accelerator)
         net.account.note(net.names.current if name is None else name, function, found)
@@ -150,22 +150,23 @@ def note(function: str, found: Served | str, name: str | None = None) -> None:
 
 @dataclass
 class Served(OnePass):
-    """A call that headwise computes in the place of a function.
+    """A call that headwise computes in place of a function.
 
-    `run` makes the function's own output `[B, H, T, Dv]`, for scores that are no numbers.
+    `run` computes the output of the original function, `[B, H, T, Dv]`, for scores that are not
+    finite.
     """
 
     def out(self) -> Float[Tensor, "B H T Dv"]:
-        """Compute the heads' outputs."""
+        """Compute the outputs of the heads."""
         call = self.call
         with no_autocast(call.q.device) if autocast() else nullcontext():
             out, lse = choose(call, self.backend).output(call.drawn() if call.dropout else call)
         return self.finish(out, lse)
 
     def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
-        """Return the output, or the function's own where scores are not finite."""
-        if lse is not None and not lse.is_cuda:  # where reading it would wait
-            total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
+        """Return the output; if scores are not finite, that of the original function."""
+        if lse is not None and not lse.is_cuda:  # reading it would make the host wait
+            total = float(lse.detach().sum())  # −∞ for queries without a visible key
             if total == math.inf or math.isnan(total):
                 with APART:
                     return self.run()
@@ -178,8 +179,8 @@ class Served(OnePass):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a function is asked for: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and a mask as
-    PyTorch's attention takes it (`causal` counts from the start of both)."""
+    """The arguments of a call: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and a mask in the form of
+    PyTorch's attention (`causal` counts from the start of both)."""
 
     q: Tensor
     k: Tensor
@@ -194,15 +195,15 @@ class Asked:
 
     @property
     def special(self) -> bool:
-        """Return True if no function of PyTorch computes it."""
+        """Return True if PyTorch has no function for it."""
         return self.softcap is not None or self.sinks is not None
 
 
 def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -> Served | str:
-    """The call as headwise serves it, or why it is left as it is.
+    """Return the accelerated call, or the reason why the call runs unchanged.
 
-    A call with softcap or sinks is served by whatever backend `attend()` takes, any other by the
-    native kernel or not at all.
+    A call with softcap or sinks runs on the backend that `attend()` chooses, any other only on the
+    native kernel.
     """
     if reason := _odd(asked):
         return reason
@@ -215,7 +216,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
             return mask
         options = {n: getattr(asked, n) for n in ("scale", "softcap", "dropout", "sinks")}
         call = Call.of(asked.q, asked.k, asked.v, mask=mask, **options)
-    except ValueError as error:  # what it does not fit is the function's to say
+    except ValueError as error:  # the function reports invalid arguments itself
         return str(error)
     backend = choose(call, "auto").name
     if backend == NATIVE or asked.special:
@@ -242,7 +243,7 @@ def _odd(asked: Asked) -> str:
 
 
 def _lowered(x: Any) -> Any:
-    """A tensor in the dtype to which autocast lowers it for attention."""
+    """Return a tensor in the dtype that autocast uses for attention."""
     if x is None or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     kind = x.device.type
@@ -255,7 +256,7 @@ def _lowered(x: Any) -> Any:
 
 
 def _mask(asked: Asked, memo: MaskMemo | None) -> Mask | str:
-    """The mask, just as PyTorch understands it; or what is odd about it."""
+    """Return the mask, with the meaning that it has in PyTorch, or why it is not supported."""
     q, k = asked.q, asked.k
     extent = Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     given = asked.mask
@@ -273,10 +274,10 @@ def _mask(asked: Asked, memo: MaskMemo | None) -> Mask | str:
 
 
 def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:
-    """A mask of booleans, or of numbers that are added.
+    """Return a mask of booleans, or of numbers that are added to the scores.
 
-    Where a query may attend to nothing, −∞ and False give an output of 0, and any other number
-    the mean of all values: that is left to the kernel, as numbers.
+    For a query without a visible key, −∞ and False give an output of 0, and any other number gives
+    the mean of all values; numbers are therefore passed to the kernel unchanged.
     """
     if given.dtype == torch.bool:
         return as_mask(given, extent, wait=True)
@@ -296,7 +297,7 @@ def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:
 
 
 def _all_see(mask: Mask, extent: Extent, device: torch.device) -> bool:
-    """Return True if every query may attend to a key."""
+    """Return True if every query has a visible key."""
     if mask.free:
         return True
     found = mask.key_ranges(extent, device)

@@ -1,9 +1,8 @@
-"""`flex_attention`, called as it is or compiled.
+"""Capture `flex_attention`, eager or compiled.
 
-It is no function that modes see, and who calls it has mostly imported it by name, or has compiled
-it. So while models are watched its code is another's: one that runs the old code, compiled where
-the caller compiled it, and tells of the call. Nothing else of it changes, and it gets its own
-code back.
+Function modes do not intercept it, and callers usually import it by name or compile it. While
+models are watched, its code object is therefore replaced with one that runs the original code,
+compiled if the caller compiled it, and reports the call. The original code is restored afterwards.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ _MODULE = "torch.nn.attention.flex_attention"
 
 
 def flex_calls(net: Net) -> AbstractContextManager[None]:
-    """Capture calls of `flex_attention`; nothing if its module is not loaded."""
+    """Capture calls of `flex_attention`; do nothing if its module is not loaded."""
     return _FLEX.heard_by(net) if _MODULE in sys.modules else nullcontext()
 
 
 _OLD = types.SimpleNamespace()
-"""`run` and `create`: `flex_attention` and `create_block_mask` with their own code."""
+"""`run` and `create` are `flex_attention` and `create_block_mask` with their original code."""
 
 
 def _replace() -> Callable[[], None]:
-    """Give the functions other code; gives what undoes it."""
+    """Replace the code of the functions; return a function that restores it."""
     module = sys.modules[_MODULE]
     _OLD.run, _OLD.create = twin(module.flex_attention), twin(module.create_block_mask)
     functions = (module.flex_attention, _CODE), (module.create_block_mask, _MASKS)
@@ -57,8 +56,8 @@ def _replace() -> Callable[[], None]:
 _FLEX = Replaced(_replace)
 
 
-# With the parameters of the function whose code it becomes, since the defaults stay that one's. It
-# runs among the names of PyTorch's module, and so looks for its own here.
+# It has the parameters of the function whose code it replaces, because the defaults remain there.
+# It runs with the globals of PyTorch's module, so it finds its own names here.
 _CODE = (
     lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
         __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(**locals())
@@ -74,12 +73,12 @@ _MASKS = uncompiled(_MASKS)
 
 
 def heard(**kwargs: Any) -> Any:
-    """Run the old code of `flex_attention` and capture the call."""
+    """Run the original code of `flex_attention` and capture the call."""
     return _alone(_OLD.run, _tell, (), kwargs)
 
 
 def created(*args: Any, **kwargs: Any) -> Any:
-    """Run the old code of `create_block_mask`: nothing in it attends."""
+    """Run the original code of `create_block_mask`, which contains no attention."""
     return _alone(_OLD.create, lambda mask, **_: mask, args, kwargs)
 
 
@@ -89,9 +88,9 @@ def _alone(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run old code without the modes that watch, and give what follows of its result.
+    """Run the original code without capturing modes, and return the processed result.
 
-    The compiler that the caller has set to work is set on the old code and on nothing else.
+    If the caller compiles, only the original code is compiled.
     """
     compiler = set_eval_frame(None)
     watching = _without_modes()
@@ -112,13 +111,13 @@ for _own in (heard, created, _alone):
 
 
 def _restore(taken: list[Any]) -> None:
-    """Put modes back, of which the innermost comes first."""
+    """Restore modes, given innermost first."""
     while taken:
         push_mode(taken.pop())
 
 
 def _without_modes() -> list[Any]:
-    """Take the modes that watch off the stack: compiled code is made for a stack of modes."""
+    """Remove capturing modes from the stack, because compiled code depends on the stack."""
     taken = []
     while (stack := modes()) and isinstance(stack[-1], Functions):
         taken.append(pop_mode())
@@ -135,7 +134,7 @@ def _tell(
     scale: float | None,
     **_: Any,
 ) -> Any:
-    """Report the call to every watch; inner ones get the output that outer ones made."""
+    """Report the call to every watch; inner ones get the output of outer ones."""
     out = made = result if isinstance(result, Tensor) else result[0]
     k, v = (x.expand(len(query), -1, -1, -1) for x in (key, value))
     for net in _FLEX.nets:
@@ -173,7 +172,7 @@ def _call(
 
 
 def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
-    """A block mask as booleans `[B or 1, H or 1, T, S]`."""
+    """Return a block mask as booleans `[B or 1, H or 1, T, S]`."""
     batch, heads = block_mask.shape[:2]
     blocks = block_mask.kv_num_blocks
 
@@ -192,8 +191,8 @@ def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
 
 
 def captured(function: Callable[..., Any]) -> list[Any] | None:
-    """Tensors and plain values that a function reads beside its arguments, those of the functions
-    that it calls included; `None` where it reads something else, which may change unseen.
+    """Return the tensors and plain values that a function reads besides its arguments, including
+    those of functions that it calls; `None` if it reads other objects, which may change unnoticed.
 
     >>> size = 3
     >>> captured(lambda i: i < size)
@@ -208,7 +207,7 @@ def captured(function: Callable[..., Any]) -> list[Any] | None:
         if isinstance(one, types.FunctionType):
             try:
                 read = getclosurevars(one)
-            except ValueError:  # a cell that is empty yet
+            except ValueError:  # a cell that is still empty
                 return None
             todo += [*read.nonlocals.values(), *read.globals.values()]
         elif isinstance(one, tuple | list):
@@ -221,7 +220,7 @@ def captured(function: Callable[..., Any]) -> list[Any] | None:
 
 
 def _scores(q: Tensor, k: Tensor, score_mod: Any, scale: float) -> Tensor:
-    """The scores `[B, H, T, S]` that enter the softmax, all pairs at once."""
+    """Return the scores `[B, H, T, S]` that enter the softmax, for all pairs at once."""
     dtype = statistics_dtype(q.dtype)
     keys = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q.to(dtype) @ keys.mT * scale

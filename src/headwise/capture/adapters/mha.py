@@ -1,8 +1,8 @@
-"""`F.multi_head_attention_forward` and what `nn.MultiheadAttention` makes of it in evaluation.
+"""Capture `F.multi_head_attention_forward` and the fused layers of `nn.MultiheadAttention`.
 
-The composite function is run by a twin of it that does not ask for function modes itself, so that
-the attention inside is seen as it is made. In evaluation PyTorch takes fused layers, of which
-nothing inside can be seen: they run as they are, and q, k and v are computed a second time.
+The composite function is run by a copy that does not dispatch to function modes itself, so that the
+attention inside it is captured. In evaluation PyTorch uses fused layers whose interior cannot be
+intercepted: they run unchanged, and q, k and v are computed a second time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WEIGHTS = "attention weights are asked for (need_weights=True)"
 def native_multi_head_attention(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`torch._native_multi_head_attention`: what `nn.MultiheadAttention` is in evaluation."""
+    """`torch._native_multi_head_attention`, which `nn.MultiheadAttention` uses in evaluation."""
     asked = arguments(torch.ops.aten._native_multi_head_attention.default, args, kwargs)
     given = [asked[name] for name in ("query", "key", "value")]
 
@@ -80,7 +80,7 @@ def native_multi_head_attention(
 def transformer_encoder_layer(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`torch._transformer_encoder_layer_fwd`: what `nn.TransformerEncoderLayer` is then."""
+    """`torch._transformer_encoder_layer_fwd`, which `nn.TransformerEncoderLayer` uses there."""
     asked = arguments(torch.ops.aten._transformer_encoder_layer_fwd.default, args, kwargs)
     first = asked["norm_first"]
 
@@ -122,9 +122,9 @@ def _attended(
     fused: Callable[[], _Fused],
     out: Callable[[Any], Tensor] = lambda result: result,
 ) -> tuple[Any, Tensor | None]:
-    """Return what a fused layer gives, and what is to take the place of its heads' outputs, if any.
+    """Return the result of a fused layer, and the replacement of its heads' outputs, if any.
 
-    Without a result the layer did not run. `refused` is the reason why headwise would not serve it.
+    If the result is None, the layer did not run. `refused` is the reason why it is not accelerated.
     """
     tells, served, heads = not isinstance(net, Accelerator), None, None
     ours = bool(accelerators()) and not watched()
@@ -153,7 +153,7 @@ def _nested(x: Tensor) -> str:
 
 
 def _wide(x: Tensor, mask: Tensor | None, mask_type: int | None) -> tuple[Tensor, Tensor | None]:
-    """The input of a fused layer `[B, T, E]`, and who may attend: whatever is 0 in the mask."""
+    """Return the input of a fused layer `[B, T, E]` and the allowed pairs (0 in the mask)."""
     if x.is_nested:
         x, lengths = padded(x)
         allowed = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
@@ -167,17 +167,16 @@ def _wide(x: Tensor, mask: Tensor | None, mask_type: int | None) -> tuple[Tensor
 
 
 def _projected(heads: Tensor, asked: dict[str, Any]) -> Tensor:
-    """Heads `[B, H, T, D]` through the output projection."""
+    """Apply the output projection to heads `[B, H, T, D]`."""
     return F.linear(heads.transpose(1, 2).flatten(2), asked["proj_weight"], asked["proj_bias"])
 
 
 _REPLACED = WeakIdKeyDictionary()
-"""Of outputs of fused layers, the heads' outputs that somebody has put in the place of their own:
-for those that listen within."""
+"""The replaced outputs of heads, by the output of their fused layer, for inner watches."""
 
 
 class _Fused:
-    """The heads of a fused layer; their outputs are computed when somebody asks."""
+    """The heads of a fused layer; their outputs are computed on demand."""
 
     def __init__(
         self,
@@ -208,14 +207,14 @@ class _Fused:
         return F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def out(self) -> Tensor:
-        """Return the heads' outputs: NaN where weights are, which PyTorch's CPU kernel makes 0."""
+        """Return the heads' outputs: NaN if weights are NaN (PyTorch's CPU kernel: 0)."""
         call = Call.of(self.q, self.k, self.v, mask=self.mask)
         return choose(call).output(call)[0]
 
     def serve(self, memo: MaskMemo) -> Served | str:
-        """The attention inside as headwise serves it, or why it does not.
+        """Return the accelerated attention of the layer, or the reason why it is not accelerated.
 
-        Tensors without numbers tell whether it would, before anything is projected.
+        This is decided with uninitialized tensors, before anything is projected.
         """
         like = [x.new_empty(*x.shape[:2], w.shape[0]) for x, w, _ in self._parts]
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in like)
@@ -247,7 +246,7 @@ class _Fused:
 
 
 def functions() -> dict[Any, Road]:
-    """The functions of this file."""
+    """Return the functions of this file."""
     return {
         _FORWARD: multi_head_attention_forward,
         vars(torch)["_native_multi_head_attention"]: native_multi_head_attention,
