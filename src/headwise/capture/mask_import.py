@@ -1,14 +1,15 @@
-"""Masks of others: the tensors that a model masks its attention with, as masks of headwise.
+"""Convert the mask tensors of models to masks of headwise.
 
-PyTorch's models say who may attend in many ways: booleans, zeros beside minus infinity, zeros
-beside the smallest number of the dtype. What they mean is found out once for a tensor: everything,
-`Causal()`, a range of keys for each query (which kernels take without a T×T table), or a table.
+PyTorch models represent masks in many ways: booleans, zeros and minus infinity, or zeros and the
+smallest number of the dtype. Each tensor is analyzed once: it is `Everything()`, `Causal()`, a
+range of keys for each query (which kernels support without a T×T table), or a table.
 
-Padding is found here too. In self-attention a key that no query may attend to is padding, and so
-is the query at its position: that one is left out of every mean, as if it might attend to nothing.
+Padding is detected here too. In self-attention a key that no query may attend to is padding, and so
+is the query at its position, which is excluded from all means.
 
-The host reads numbers for that where it need not wait for them. On a GPU a table stays a table,
-beside the range of keys in which each query's lie, and padded queries are computed there.
+The host reads mask values only if it does not have to wait for them. On a GPU a table remains a
+table, with the range of keys that contains those of each query, and padded queries are computed on
+the GPU.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from ..core.shapes import Extent
 from ..stats.view import attended_keys
 
 FORBIDDEN = -9e3
-"""Beside zeros alone, such numbers and smaller ones mean "may not attend": BERT's −10,000, −1e9,
-the smallest number of a dtype, −∞."""
+"""In a mask of only zeros and such numbers, numbers up to this one mean "must not attend": −10,000
+in BERT, −1e9, the smallest number of a dtype, −∞."""
 
 FORBIDDEN_BIAS = -1e8
-"""The same beside other numbers, which may be a bias that is large on purpose."""
+"""The same for masks with other numbers, which may be an intentionally large bias."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranges(Mask):
-    """Each query's keys as one range `[low, high)`.
+    """The keys of each query as one range `[low, high)`.
 
     >>> low, high = torch.tensor([[0, 0, 1], [1, 3, 3]]).view(2, 1, 1, 3, 1)
     >>> Ranges(low, high).dense(queries=3, keys=3)[0, 0].int().tolist()
@@ -65,7 +66,7 @@ class Ranges(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Added(Mask):
-    """A `Bias` in which −∞ has many names: whatever is not above `low` means "may not attend".
+    """A `Bias` in which every number that is not above `low` means "must not attend", like −∞.
 
     >>> Added(torch.tensor([0.5, -1e30]), -1e8).dense(queries=1, keys=2).tolist()
     [[[[True, False]]]]
@@ -78,7 +79,7 @@ class Added(Mask):
         Bias(self.values).check(extent)
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        hidden = lookup(self.values.detach(), i, j, extent) <= self.low  # which NaN is not
+        hidden = lookup(self.values.detach(), i, j, extent) <= self.low  # False for NaN
         return hidden.logical_not_()
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
@@ -94,21 +95,21 @@ class Added(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnDense(Dense):
-    """A `Dense` whose tensor nobody else has."""
+    """A `Dense` with a tensor that is not shared."""
 
     fixed = True
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnBias(Bias):
-    """A `Bias` whose tensor nobody else has."""
+    """A `Bias` with a tensor that is not shared."""
 
     fixed = True
 
 
 @dataclass(frozen=True, eq=False)
 class QueryMask(Mask):
-    """Only some queries attend at all.
+    """A mask that lets only some queries attend.
 
     >>> QueryMask(torch.tensor([[True, False]])).dense(queries=2, keys=3)[0, 0].int().tolist()
     [[1, 1, 1], [0, 0, 0]]
@@ -137,19 +138,19 @@ def _of_queries(table: Tensor, i: Tensor, extent: Extent) -> Tensor:
 def as_mask(
     given: Tensor | None, extent: Extent, *, causal: bool = False, wait: bool = False
 ) -> Mask:
-    """Return a mask as PyTorch's attention takes it, as a value.
+    """Convert a mask in the form of PyTorch's attention to a mask of headwise.
 
     Args:
         given: booleans, True for "may attend", or floats that are added to the scores; broadcasts
             to `[B, H, T, S]`. `None` for everything.
         extent: the sizes of the call.
-        causal: in place of a mask, query i sees the keys 0 … i, counted from the start of both.
-        wait: read numbers also where the host has to wait for them.
+        causal: without a mask, query i sees the keys 0 … i, counted from the start of both.
+        wait: read values also if the host has to wait for them.
 
     Returns:
-        `Everything()`, `Causal()`, `Ranges`, or `Dense`; `Added` of floats that are no mere yes
-        and no. The same to every kernel as what was given. Where numbers are not read, a table and
-        `Ranges` in which each query's keys lie.
+        `Everything()`, `Causal()`, `Ranges` or `Dense`; `Added` for floats that are not only
+        allowed or forbidden. Every kernel computes the same with it as with `given`. If values are
+        not read, a table and `Ranges` that contain the keys of each query.
 
     >>> square = Extent(1, 1, 1, 3, 3)
     >>> as_mask(torch.full((3, 3), -torch.inf).triu(1), square)
@@ -175,7 +176,7 @@ def as_mask(
 
 
 def as_bias(table: Tensor, forbidden: float = FORBIDDEN_BIAS) -> Added:
-    """What is added to the scores, with numbers of `forbidden` and below as −∞."""
+    """Return the values added to the scores, with numbers up to `forbidden` as −∞."""
     return Added(table, max(forbidden, torch.finfo(table.dtype).min / 2))
 
 
@@ -187,7 +188,7 @@ def _causal_from_start(extent: Extent, device: torch.device | None) -> Mask:
 
 
 def _collapsed(table: Tensor) -> Tensor:
-    """A table `[b, h, t, s]` with one entry along the axes on which it repeats itself."""
+    """Return a table `[b, h, t, s]` with size 1 on axes along which it repeats."""
     for axis in range(3):
         if table.shape[axis] > 1 and table.stride(axis) == 0:
             table = table.narrow(axis, 0, 1)
@@ -213,7 +214,7 @@ def _of_booleans(allowed: Tensor, extent: Extent) -> Mask:
 
 
 def _unread_floats(table: Tensor) -> Mask:
-    """Return what is added to the scores, −inf where it means "may not attend"."""
+    """Return the values added to the scores, −inf for "must not attend"."""
     hidden = table <= FORBIDDEN
     low = torch.where(((table == 0) | hidden).all(), FORBIDDEN, as_bias(table).low)
     allowed = (table <= low).logical_not_()
@@ -221,14 +222,14 @@ def _unread_floats(table: Tensor) -> Mask:
 
 
 def _unread(mask: OwnDense | OwnBias, allowed: Tensor) -> Mask:
-    """Return a mask beside the range of keys in which each query's lie."""
+    """Return a mask with the range of keys that contains those of each query."""
     if allowed.shape[3] < 2:
         return mask
     return And((mask, Ranges(*_range_of(allowed.any(1, keepdim=True)))))
 
 
 def _range_of(allowed: Tensor) -> Interval:
-    """Return the smallest range of keys `[low, high)` with all allowed ones, of each query."""
+    """Return, for each query, the smallest range `[low, high)` with all its allowed keys."""
     bits = allowed.contiguous().view(torch.uint8)
     low = bits.argmax(-1, keepdim=True)
     high = bits.shape[-1] - bits.flip(-1).argmax(-1, keepdim=True)
@@ -236,7 +237,7 @@ def _range_of(allowed: Tensor) -> Interval:
 
 
 def _attended_of_unread(mask: Mask, keys: int) -> Bool[Tensor, "B S"] | None:
-    """Return the keys that some query of some head may attend to; `None` of another mask."""
+    """Return the keys that some query of some head may attend to; `None` for other masks."""
     table = mask.parts[0] if isinstance(mask, And) else mask
     if isinstance(table, OwnDense):
         allowed = table.mask
@@ -250,7 +251,7 @@ def _attended_of_unread(mask: Mask, keys: int) -> Bool[Tensor, "B S"] | None:
 def _attended_of_padding(
     mask: Mask, extent: Extent, device: torch.device
 ) -> Bool[Tensor, "B S"] | None:
-    """Return the keys that their own queries may attend to, by lengths; `None` of another mask."""
+    """Return the keys that their own queries may attend to, by lengths; `None` for other masks."""
     parts = mask.parts if isinstance(mask, And) else (mask,)
     padding = [part for part in parts if isinstance(part, Padding)]
     if not padding or not all(isinstance(x, Padding) or reaches_all(x) for x in parts):
@@ -260,7 +261,7 @@ def _attended_of_padding(
 
 
 def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
-    """The mask, with the queries that are padding seeing nothing; for self-attention.
+    """Return the mask of self-attention without any allowed key for padded queries.
 
     >>> from headwise.core.masks import Padding
     >>> call, padded = Extent(1, 1, 1, 3, 3), Padding(torch.tensor([2]))
@@ -276,7 +277,7 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
         real = _attended_of_padding(mask, extent, device)
     if real is None:
         if _own_keys(mask, extent, extent.offset, device) is None:
-            return mask  # mostly, queries may attend to themselves
+            return mask  # usually, queries may attend to themselves
         real = attended(mask, extent, device)
         if bool(real[:, extent.offset :][:, : extent.queries].all()):
             return mask
@@ -284,7 +285,7 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
 
 
 def with_padding(mask: Mask) -> Mask:
-    """The mask as it was: what `without_padding()` took from padded queries, given back."""
+    """Return the original mask, before `without_padding()` changed the padded queries."""
     if not isinstance(mask, And) or not any(isinstance(part, QueryMask) for part in mask.parts):
         return mask
     first, *others = (part for part in mask.parts if not isinstance(part, QueryMask))
@@ -298,18 +299,18 @@ def resolve_padding(
     own: bool | None,
     behind: int = 0,
 ) -> tuple[Mask, int, int]:
-    """Return a mask without padded queries, how many keys count, and how many are `behind`.
+    """Return a mask without padded queries, the number of valid keys, and the number `behind` them.
 
-    Where the mask tells each query apart, the call is one of self-attention. A static cache is
-    empty behind the last key that anybody sees. The last query stands at the last key, unless the
-    mask tells that keys without a position stand behind the sequence.
+    If the mask differs between queries, the call is self-attention. A static cache is empty behind
+    the last visible key. The last query is at the position of the last key, unless the mask shows
+    that keys without a position follow the sequence.
 
     Args:
-        find: gives the mask of a call of these sizes, which may have fewer keys.
+        find: returns the mask of a call of these sizes, which may have fewer keys.
         extent: the sizes of the call.
-        device: where its tensors are.
-        own: whether queries and keys are of one sequence; `None` where only the mask can tell.
-        behind: so many keys are known to stand behind those that have a position.
+        device: the device of its tensors.
+        own: True if queries and keys belong to one sequence; `None` if only the mask can decide.
+        behind: the known number of keys behind those that have a position.
     """
     if behind:
         extent = replace(extent, first_query=extent.offset - behind)
@@ -327,19 +328,19 @@ def resolve_padding(
 
 
 def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -> int | None:
-    """Return the key position of query 0, of self-attention with more keys than queries.
+    """Return the key position of query 0, for self-attention with more keys than queries.
 
-    Each query sees its own key there, unless nobody sees that key. It is the last position at
-    which, among the own keys, queries do not look ahead; of a mask that is not causal, the end. If
-    it is `sure` that this is self-attention, it is the last at which the own keys that somebody
-    sees stand side by side, before padding or behind it. `None` where there is none.
+    At this position each query sees its own key, unless no query sees it. It is the last position
+    at which queries do not see later keys among their own; for a mask that is not causal, the end.
+    If this is self-attention for `sure`, it is the last position at which the visible own keys are
+    contiguous, before or behind padding. `None` if there is no such position.
     """
     end, queries = extent.offset, extent.queries
     if not end or not queries:
         return end
     own = _own_keys(mask, extent, end, device)
     j = torch.arange(extent.keys, device=device)[None]
-    some = sorted({0, queries // 2, queries - 1})  # these rule most positions out
+    some = sorted({0, queries // 2, queries - 1})  # these exclude most positions
     i = torch.tensor(some, device=device)[:, None]
     allowed = None if reaches_all(mask) else mask.allowed(i, j, extent)
     if allowed is None or (own is None and not bool((allowed & (j > i + end)).any())):
@@ -348,7 +349,7 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
     seen = _of_all_heads(allowed).expand(-1, len(some), extent.keys)
 
     def among(keys: Tensor, start: int, stop: int) -> Tensor:
-        """Count those of `[B, S]` among such own keys, for each position."""
+        """Count the True entries of `[B, S]` among such own keys, for each position."""
         sums = F.pad(keys.int().cumsum(1), (1, 0))
         return sums[:, stop : stop + end + 1] - sums[:, start : start + end + 1]
 
@@ -370,7 +371,7 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
 
 
 def _last(flags: Tensor, count: int = 8) -> list[int]:
-    """Return the places of the last flags that are True, the very last first."""
+    """Return the indices of the last flags that are True, in descending order."""
     return flags.nonzero().flatten().flip(0)[:count].tolist()
 
 
@@ -382,22 +383,22 @@ def _own_keys(mask: Mask, extent: Extent, first: int, device: torch.device) -> T
 
 
 def _of_all_heads(allowed: Tensor) -> Tensor:
-    """Return where some head may attend, `[B or 1, t, s]`."""
+    """Return the pairs at which some head may attend, `[B or 1, t, s]`."""
     return allowed[(None,) * (4 - allowed.dim())].any(1)
 
 
 def reaches_all(mask: Mask) -> bool:
-    """Whether every query sees its own key, whatever the sizes."""
+    """Return True if every query sees its own key, for any sizes."""
     if isinstance(mask, And):
         return all(reaches_all(part) for part in mask.parts)
     return type(mask) in (Everything, Causal, Window, ALiBi)
 
 
 def at_the_end(mask: Mask, extent: Extent) -> bool:
-    """Whether the queries stand at the keys' end, as far as sizes and mask can tell.
+    """Return True if the queries are at the end of the keys, by sizes and mask.
 
-    They do where there are as many keys as queries; among more keys, where the mask tells queries
-    apart, as no mask of another sequence's keys does.
+    They are if there are as many keys as queries; with more keys, if the mask differs between
+    queries, as a mask for the keys of another sequence does not.
     """
     if extent.offset <= 0 or isinstance(mask, Everything | Causal):
         return not extent.offset or isinstance(mask, Causal)
@@ -411,7 +412,7 @@ def at_the_end(mask: Mask, extent: Extent) -> bool:
 
 
 def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
-    """The number of keys up to the last one that some query may attend to."""
+    """Return the number of keys up to the last visible one."""
     if reaches_all(mask):
         return extent.keys
     seen = attended(mask, extent, device).any(0).nonzero()
@@ -419,14 +420,15 @@ def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
 
 
 def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "B S"]:
-    """The keys that some query of some head may attend to."""
+    """Return the keys that some query of some head may attend to."""
     return attended_keys(mask, extent, device).any(1)
 
 
 class Copy:
-    """A copy of a tensor, without what is only repeated; on a GPU, how often it was changed.
+    """Return a copy of a tensor without repeated entries; on a GPU, its number of changes.
 
-    The host would wait there for a comparison. In inference mode PyTorch does not count changes.
+    On a GPU the host would have to wait for a comparison. In inference mode PyTorch does not count
+    changes.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -434,14 +436,14 @@ class Copy:
         self._version = -1 if x.is_inference() else x._version
 
     def same(self, x: Tensor) -> bool:
-        """Return True if it is known that a tensor of the same layout holds the same numbers."""
+        """Return True if a tensor of the same layout certainly holds the same numbers."""
         if self._kept is None:
             return not x.is_inference() and x._version == self._version
         return torch.equal(self._kept, once(x))
 
 
 def once(x: Tensor) -> Tensor:
-    """A tensor with one entry along the axes on which it repeats itself."""
+    """Return a tensor with size 1 on axes along which it repeats."""
     x = x.detach()
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -453,15 +455,15 @@ Found = TypeVar("Found")
 
 
 class MaskMemo:
-    """What masks were found to mean: one mask mostly serves all layers of a model.
+    """A cache of converted masks, because one mask is usually shared by all layers of a model.
 
-    Few are kept, and none longer than a call of the model. A mask that holds other numbers than
-    before is another mask, whoever has changed it.
+    It keeps few masks, and none longer than a call of the model. A mask whose values have changed
+    counts as a new one.
     """
 
     SIZE = 8
     LARGEST = 2**28
-    """In bytes; of a larger one no copy is kept, and it is looked at anew each time."""
+    """The maximal size in bytes of a mask that is kept; larger ones are converted every time."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[object, tuple[list[tuple[Tensor, Copy]], Any]] = OrderedDict()
@@ -469,9 +471,9 @@ class MaskMemo:
     def of(
         self, given: Tensor, what: object, find: Callable[[], Found], reads: Sequence[Tensor] = ()
     ) -> Found:
-        """`find()`, or what it gave when this tensor was asked about before, for `what`.
+        """Return `find()`, or the cached result for this tensor and `what`.
 
-        `reads` are the other tensors that it depends on.
+        `reads` are the other tensors that the result depends on.
         """
         at = given.data_ptr() if readable(given) else id(given)
         place = (at, given.shape, given.stride(), given.dtype, given.device)
@@ -480,7 +482,7 @@ class MaskMemo:
             return before[1]
         result = find()
         if all(once(x).nbytes <= self.LARGEST for x in (given, *reads)):
-            # Held, so that its memory is no other mask's.
+            # Kept alive, so that its memory is not reused by another mask.
             self._found[place, what] = [(x, Copy(x)) for x in (given, *reads)], result
             if len(self._found) > self.SIZE:
                 self._found.popitem(last=False)

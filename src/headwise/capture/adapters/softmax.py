@@ -1,11 +1,11 @@
-"""Attention that a model writes out itself: a softmax of scores, and a product with the values.
+"""Capture attention that a model writes out: a softmax of scores and a product with the values.
 
-A softmax over the last axis is remembered, through dropout and changes of dtype or shape, until
-something with a vector for each key is multiplied with it: then it was attention, and only then it
-is told of. The scores are at hand, so that the call is one whose whole score is a bias.
+A softmax over the last axis is tracked, through dropout and changes of dtype or shape, until it is
+multiplied with a tensor that has a vector for each key. Only then is it reported as attention. The
+scores are available, so they are passed to the call as a bias.
 
-PyTorch counts changes of tensors in place, but not those through `.data` or `.numpy()`, and none in
-inference mode: so numbers are compared, by sums of their bits.
+PyTorch counts in-place changes of tensors, except those through `.data` or `.numpy()` and those in
+inference mode. Tensors are therefore compared by checksums of their bits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ROWS = 64
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Sums of the bits of a tensor `[…, T, S]`: of each row, and of each column over some rows.
+    """Return sums of the bits of a tensor `[…, T, S]`: of each row, and of column blocks.
 
-    A view with other axes before the last two has the same. In place of a copy, for tensors as
-    large as scores.
+    Views with other leading axes have the same checksum. It replaces a copy, because scores are
+    large.
 
     >>> x = torch.rand(2, 3, 4)
     >>> before = checksum(x)
@@ -50,26 +50,26 @@ def checksum(x: Tensor) -> Tensor:
     each = 8 // x.element_size()
     sizes = (bits.shape[-1], bits.storage_offset(), *bits.stride()[:-1])
     if bits.stride(-1) == 1 and not any(size % each for size in sizes):
-        bits = bits.view(torch.int64)  # sums of whole words are several times as fast
+        bits = bits.view(torch.int64)  # sums of whole words are several times faster
     some = bits[..., :: max(1, bits.shape[-2] // _ROWS), :]
     return torch.cat([bits.sum(-1).flatten(), some.sum(-2).flatten()])
 
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """The content of a tensor at the time it was remembered."""
+    """The content of a tensor at the time it was recorded."""
 
     version: int
     sums: Tensor | None
 
     @classmethod
     def by(cls, x: Tensor) -> _Held:
-        # Tensors in transforms have no numbers of their own, and their attention is refused.
+        # Tensors in transforms have no values, and their attention is not supported.
         plain = not transformed()
         return cls(version(x), checksum(x) if plain else None)
 
     def still(self, x: Tensor) -> bool:
-        """True if the content of the tensor has not changed."""
+        """Return True if the content of the tensor has not changed."""
         if self.version != version(x):
             return False
         return self.sums is None or torch.equal(self.sums, checksum(x))
@@ -77,9 +77,9 @@ class _Held:
 
 @dataclass(frozen=True, eq=False)
 class _Softmax:
-    """The scores of a softmax, the shapes that its probabilities have had, and who ran then.
+    """The scores of a softmax, the shapes of its probabilities so far, and the running module.
 
-    `before` and `held` are what scores and probabilities hold: changed, they are other ones.
+    `before` and `held` are the contents of scores and probabilities, to detect changes.
     """
 
     scores: Tensor
@@ -130,7 +130,7 @@ def divided(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def grouped(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum by groups of entries, which may be a step of a softmax over these."""
+    """A sum over groups of entries, which may be a step of a softmax over each group."""
     for e in [*args, *kwargs.values()] if net.exps else []:
         if isinstance(e, Tensor) and e in net.exps:
             said = f"the exp() of {list(e.shape)} is summed by {function.__name__}()"
@@ -139,32 +139,32 @@ def grouped(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _note_by_hand(net: Net, p: Any) -> None:
-    """Note that these are used as probabilities which cannot be followed, if they are known."""
+    """Note that these probabilities, if tracked, are used in a way that cannot be tracked."""
     said = net.by_hand.get(p) if net.by_hand and isinstance(p, Tensor) else None
     if said is not None:
         _may_attend(net, said, p.shape[-1] == p.shape[-2] > 1)
 
 
 def _may_attend(net: Net, said: str, likely: bool = True) -> None:
-    """Note what may attend in the module that runs, and cannot be followed."""
+    """Note possible attention in the running module that cannot be tracked."""
     net.names.stack[-1].other[said] = likely
 
 
 def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Other axes or another dtype, with which probabilities are still those of the same keys."""
+    """A change of axes or dtype after which probabilities still belong to the same keys."""
     found = net.softmaxes.get(args[0]) if args else None
     result = function(*args, **kwargs)
     if found is None:
         return result
     if result.dtype == args[0].dtype and _storage(result) & _storage(args[0]):
-        _pass_on(net, found, result, found.held)  # not looked at before they are multiplied
+        _pass_on(net, found, result, found.held)  # checked only when they are multiplied
     elif found.held.still(args[0]):
         _pass_on(net, found, result)
     return result
 
 
 def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation after which probabilities are still those of the same keys."""
+    """Run an operation after which probabilities still belong to the same keys."""
     found = _known(net, args[0]) if args else None
     result = function(*args, **kwargs)
     if found is not None:
@@ -173,8 +173,8 @@ def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What passes if it leaves the probabilities what they are, or scales those of a query alike
-    (a mask of heads)."""
+    """An operation that is tracked if it does not change the probabilities, or scales all those of
+    a query equally (a mask of heads)."""
     told = [(p, found) for p in args if (found := _known(net, p)) is not None]
     result = function(*args, **kwargs)
     if len(told) == 1:
@@ -186,13 +186,13 @@ def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _known(net: Net, p: Any) -> _Softmax | None:
-    """Return the record of probabilities that have not changed since."""
+    """Return the record of probabilities, if they have not changed since."""
     found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
     return found if found is not None and found.held.still(p) else None
 
 
 def _pass_on(net: Net, found: _Softmax, p: Tensor, held: _Held | None = None) -> None:
-    """Remember the same of what the probabilities have become, unless they are spread out."""
+    """Record the new form of the probabilities, unless they are expanded."""
     alike = p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel()
     if alike and p.is_floating_point():
         shapes = (*found.shapes, p.shape)
@@ -200,7 +200,7 @@ def _pass_on(net: Net, found: _Softmax, p: Tensor, held: _Held | None = None) ->
 
 
 def _scales(function: Any, others: list[Any]) -> bool:
-    """Return True if this multiplies all keys by the same."""
+    """Return True if this multiplies all keys by the same factor."""
     if function not in _PRODUCTS:
         return False
     return not any(isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1 for x in others)
@@ -211,7 +211,7 @@ def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
     if result.shape != p.shape or not found.held.still(p):  # changed by `out=`
         return False
     dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
-    return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN is no evidence
+    return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN is inconclusive
 
 
 def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +224,7 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     found, told = _attends(net, p), out
     if found is None and (kept := _turned(net, v)) is not None:  # values first: v @ pᵀ
         p, v, found, told = kept, p.mT, _attends(net, kept), out.mT
-    if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight alone
+    if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight
         net.projected(p, out)
     if found is None or v.dim() < 3 or p.shape[:-1] != told.shape[:-1]:
         return out
@@ -236,7 +236,7 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _turned(net: Net, x: Tensor) -> Tensor | None:
-    """Return the probabilities whose transpose this is, if some are remembered."""
+    """Return the recorded probabilities whose transpose this is, if any."""
     memory = _storage(x) if net.softmaxes and x.dim() > 2 else set()
     for p in list(net.softmaxes) if memory else []:
         same = p.shape == x.mT.shape and p.stride() == x.mT.stride()
@@ -252,7 +252,7 @@ def _attends(net: Net, p: Any) -> _Softmax | None:
 
 
 def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.einsum` of the two, in any order of axes."""
+    """`torch.einsum` of probabilities and values, in any order of axes."""
     out = function(*args, **kwargs)
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
@@ -279,10 +279,10 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
-    """Whether a factor is a softmax over another axis than the last, or a product with one.
+    """Return True if a factor is a softmax over another axis than the last, or a product with one.
 
-    Such a context is what linear attention makes of keys and values for the queries. It is
-    remembered by its memory, which is that of its views, too.
+    Linear attention computes such a context from keys and values. It is recorded by its memory,
+    which its views share.
     """
     if not net.contexts or not any(_storage(x) & net.contexts for x in factors):
         return False
@@ -291,7 +291,7 @@ def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
 
 
 def _storage(x: Tensor) -> set[StorageWeakRef]:
-    """The memory of a tensor; none of sparse ones and of those in transforms of `torch.func`."""
+    """Return the memory of a tensor; `None` for sparse tensors and inside `torch.func`."""
     if x.layout is not torch.strided or transformed():
         return set()
     return {StorageWeakRef(x.untyped_storage())}
@@ -300,16 +300,16 @@ def _storage(x: Tensor) -> set[StorageWeakRef]:
 def _order(
     equation: str, axes: list[int], place: int
 ) -> tuple[list[int], list[bool], list[int]] | None:
-    """The axes of an einsum's result, ordered as those of the probabilities with the value's own
-    for the key's; which of those before the last two share their values; and the axes of the
-    values in the same order, −1 of shared ones. `None` where it is no product of probabilities
-    with a vector for each key."""
+    """Return the axes of an einsum's result, in the order of the probabilities with the value's
+    axis in place of the key's; the leading axes that share their values; and the axes of the values
+    in the same order, −1 for shared ones. `None` if it is not a product of probabilities with a
+    vector for each key."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
         return None
     spelled = terms.split(",")
     missing = [n - len(term.replace("...", "")) for n, term in zip(axes, spelled, strict=True)]
-    letters = "ABCDEFGHIJ"[: max(missing)]  # what stands for `...`, the same at the end in all
+    letters = "ABCDEFGHIJ"[: max(missing)]  # the axes of `...`, aligned at the end in all operands
     if set(letters) & set(equation):
         return None
     spelled = [
@@ -339,14 +339,14 @@ def _tell(
 ) -> Tensor | None:
     """Report attention with these probabilities; `out` has their order of axes.
 
-    Heads of a group have axes of their own, which share the `values`. The product itself may have
-    its `queries_first`.
+    Heads of a group have their own axes, which share the `values`. The product itself may be
+    `queries_first`.
     """
     net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
-        del net.softmaxes[p]  # autograd may keep p, and should not keep the scores with it
+        del net.softmaxes[p]  # autograd may keep p, but should not keep the scores with it
     net.followed(found.mark)
-    # Softmax and product may have modules of their own.
+    # Softmax and product may be in different modules.
     running = net.names.common(found.running)
     name = net.names.name(running[-1])
     wide = next((s for s in (shape, *reversed(found.shapes)) if len(s) > 3), shape)
@@ -389,9 +389,9 @@ def call_of_scores(
     behind: int = 0,
     vectors: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionCall:
-    """Return a call from its scores `[B, H, T, S]`, which are −∞ or nearly where forbidden.
+    """Return a call from its scores `[B, H, T, S]`, which are −∞ or very negative if forbidden.
 
-    The mask holds the scores. Queries and keys are hidden, unless `vectors` has them.
+    The mask holds the scores. Queries and keys are unknown, unless `vectors` has them.
     """
     within = composite()
     batch, heads, queries, keys = scores.shape
@@ -417,7 +417,7 @@ _HIDDEN = "only the scores of this attention are visible, not its queries and ke
 
 
 def _named(*names: str) -> list[Any]:
-    """Every function of PyTorch of these names."""
+    """Return all functions of PyTorch with these names."""
     owners = (torch, torch.Tensor, F, torch.special)
     return [getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)]
 
