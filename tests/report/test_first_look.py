@@ -372,7 +372,7 @@ class ManyLetters(Letters):
         (ManyLetters(), "ab]", "token -4 in a model of 30 tokens"),
         ([1, 2], [0, 1], "pass a string for each id"),
         (["a", "b"], [0, 7], r"the ids contain token 7, but there are strings for 2 tokens"),
-        (["a", "b"], "text", "has encode and decode; or token ids"),
+        (["a", "b"], "text", "with encode and decode; or pass token ids"),
         (None, "text", "tokenizer=None: the model reads text"),
     ],
 )

@@ -340,7 +340,7 @@ def test_a_text_of_few_different_tokens_is_said_to_be_one(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("{model}", None, TEXT), r"tokenizer=None: the model reads text, so give its tokenizer"),
+        (("{model}", None, TEXT), r"tokenizer=None: the model reads text; pass its tokenizer"),
         (("{model}", "gpt2", TEXT), r"tokenizer='gpt2': the model reads text"),
         (("gpt2", "{tokenizer}", TEXT), r"look\('gpt2', …\): model must be a module"),
         (("{model}", "{tokenizer}", b"x"), r"text \(bytes\) is not a string, but GPT reads text"),

@@ -300,10 +300,10 @@ def test_a_long_text_is_cut_between_the_added_tokens(folders: dict[str, Path]) -
     model, tokenizer = load_folder(folders["bert"])
     seen = look(model, tokenizer, TEXT, context=5)
     assert seen.streams[0].tokens == ["[CLS]", "so", "much", ",", "[SEP]"]
-    assert "the given context ends" in seen.provenance["notice"]
+    assert "this is the given context" in seen.provenance["notice"]
     long = look(model, tokenizer, TEXT * 9)
     assert len(long.streams[0].tokens) == 64
-    assert "the model's context ends" in long.provenance["notice"]
+    assert "this is the model's context" in long.provenance["notice"]
     model, tokenizer = load_folder(folders["t5"])  # its positions have no end
     long = look(model, tokenizer, TEXT * 130, target=TARGET)
     assert len(long.streams[0].tokens) == 2048
@@ -779,7 +779,7 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
             "code in a model's folder is not run",
         ),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1,000,000,000,000, and the weights"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1,000,000,000,000, but the weights"),
         ({"num_labels": 10**12}, "num_labels=1,000,000,000,000, but the weights have"),
         ({"vocab_size": 40}, "embed_tokens"),
         ({"num_attention_heads": "many"}, "transformers cannot read it"),
