@@ -298,7 +298,7 @@ def test_two_trainings_into_one_folder(
     out, err = capsys.readouterr()
     assert out == ""
     line = (
-        f"headwise: {folder}: another run is writing into this directory; wait until it has ended"
+        f"headwise: {folder}: another run is writing into this directory; wait until it ends"
     )
     assert err == f"{line}, or name another directory\n" * 2
     assert train(folder, resume=True).step == config.steps
