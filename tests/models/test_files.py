@@ -297,9 +297,7 @@ def test_two_trainings_into_one_folder(
     assert codes == [2, 2]
     out, err = capsys.readouterr()
     assert out == ""
-    line = (
-        f"headwise: {folder}: another run is writing into this directory; wait until it ends"
-    )
+    line = f"headwise: {folder}: another run is writing into this directory; wait until it ends"
     assert err == f"{line}, or name another directory\n" * 2
     assert train(folder, resume=True).step == config.steps
 
