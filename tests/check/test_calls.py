@@ -722,7 +722,7 @@ def test_what_a_call_names_and_is_wrong_is_said(rule: str, wrong: str) -> None:
         return
     words = {
         "queries": "hides queries in the place of keys",
-        "inverted": "taken the other way round",
+        "inverted": "` is inverted: ",
         "elsewhere": "changes another",
         "small": "keep a share of the weight",
         "ignored": "changes nothing",

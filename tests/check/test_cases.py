@@ -24,7 +24,7 @@ START = (
 
 WRONG = {
     "s01_noslice": (X, "runs", r"line 19, `att = att.masked_fill\(self.tril == 0"),
-    "s02_padinv": (KEEP, "padding", r"`keep` is taken the other way round"),
+    "s02_padinv": (KEEP, "padding", r"`keep` is inverted"),
     "s03_gqatile": ("", "grouped-heads", r"3 value heads are tiled .* Look at line 21"),
     "s04_ropeaxis": ("", "rotary", r"the order of the tokens does not count"),
     "s05_nanmask": ("", "finite", r"0 · ∞ is no number.*\n.*Look at line 17"),

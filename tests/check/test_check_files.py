@@ -112,7 +112,7 @@ def test_a_wrong_file_gets_the_mistakes_name(
     assert data["findings"][0]["example"]["expected"] != data["findings"][0]["example"]["actual"]
     assert main(["check", path, "--all"]) == 1
     out = capsys.readouterr().out
-    assert "✅ causality: Later tokens change no earlier output." in out
+    assert "✅ causality: Later tokens do not change earlier outputs." in out
     assert "torch.manual_seed(0); x = torch.randn(1, 3, 24" in out
 
 

@@ -76,7 +76,7 @@ def test_every_rule_is_listed_on_demand() -> None:
     assert "token  expected" in text
     assert "↳ prefix: " in text
     assert "This follows from scale." in text
-    assert "✅ batch: Each sequence gives the same alone as in a batch." in text
+    assert "✅ batch: Each sequence gives the same output alone as in a batch." in text
     assert text.endswith("rules hold")
 
 
