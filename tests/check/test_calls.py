@@ -721,7 +721,7 @@ def test_what_a_call_names_and_is_wrong_is_said(rule: str, wrong: str) -> None:
     if (rule, wrong) == ("mask", "elsewhere"):
         return
     words = {
-        "queries": "hides queries in the place of keys",
+        "queries": "hides queries instead of keys",
         "inverted": "` is inverted: ",
         "elsewhere": "changes another",
         "small": "keep a share of the weight",

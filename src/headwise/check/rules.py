@@ -68,7 +68,7 @@ def explain(rule: str) -> str:
         ValueError: there is no such rule; the nearest ones are named, or all of them.
 
     >>> print(explain("scale"))  # doctest: +ELLIPSIS
-    scale: Scores are divided by the root of one head's width.
+    scale: Scores are divided by the square root of the head width.
     ...
     """
     if rule not in ALL:
