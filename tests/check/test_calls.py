@@ -186,7 +186,7 @@ def test_what_is_not_guessed_is_asked_for_once_by_name() -> None:
         def __init__(self, k: int, heads: int, flavour: dict[str, int]) -> None:
             self.build(int(k), heads * flavour["dark"])
 
-    with pytest.raises(ValueError, match="which I do not guess") as error:
+    with pytest.raises(ValueError, match="which cannot be guessed") as error:
         check(Odd)
     said = str(error.value)
     assert "the constructor takes k, flavour" in said
@@ -210,7 +210,7 @@ def test_sizes_that_a_constructor_refuses_come_first() -> None:
     ("call", "words"),
     [
         (lambda: check(named("dim", "heads"), foo=3), "no argument foo; it has dim, heads"),
-        (lambda: check(nn.MultiheadAttention(24, 3), dropout=0.5), "built already"),
+        (lambda: check(nn.MultiheadAttention(24, 3), dropout=0.5), "this is an instance"),
         (lambda: check(3), "this is a int; give a module"),
         (lambda: check(nn.Module()), "embed_dim=24"),
         (lambda: explain("colour"), "no such rule; known are"),
@@ -375,7 +375,7 @@ def test_a_first_call_that_fails_is_a_question() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.q_proj(x) @ self.k_proj(x)
 
-    with pytest.raises(ValueError, match=r"If this is how it is called, fix line \d+") as error:
+    with pytest.raises(ValueError, match=r"If this call is the right one, fix line \d+") as error:
         check(Uncalled)
     assert "self.q_proj(x) @ self.k_proj(x)" in str(error.value)
     assert "RuntimeError" in str(error.value)
@@ -430,13 +430,13 @@ def test_a_call_that_needs_more_is_asked_for() -> None:
             assert flavour == "dark"
             return self.attend(x, causal)
 
-    with pytest.raises(ValueError, match="It takes `flavour`, which I do not guess") as error:
+    with pytest.raises(ValueError, match="It takes `flavour`, which cannot be guessed") as error:
         check(Wanting)
     said = str(error.value)
     assert '--call "lambda layer, x: layer(x, …)"' in said
     for word in ("memory [B, S, E]", "keep [B, S]", "allow [T, S]", "start, ", "past, "):
         assert word in said
-    assert said.endswith("What you name is tested; the rest is not.")
+    assert said.endswith("Only the named inputs are tested.")
     assert check(Wanting, call=lambda layer, x: layer(x, flavour="dark")).passed
     assert check(Wanting(24, 3), call=lambda layer, x: layer(x, "dark")).passed
 

@@ -194,13 +194,13 @@ FLAVOURED = RIGHT.replace("n_heads)", "n_heads, flavour)", 1).replace(
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("x = 1", [], "no attention found in it: define a class that is an nn.Module"),
+        ("x = 1", [], "no attention found: define an nn.Module"),
         (
             RIGHT + RIGHT.replace("SelfAttention", "CrossAttention"),
             [],
-            "it has SelfAttention, Cross",
+            "it defines SelfAttention, Cross",
         ),
-        (RIGHT, [":Gone"], "there is no Gone in it; it has SelfAttention"),
+        (RIGHT, [":Gone"], "Gone is not defined; the file defines SelfAttention"),
         (FLAVOURED, [], "--flavour"),
         (RIGHT, ["--flavour", "3"], "the constructor has no argument flavour; it has d_model, n_h"),
         (RIGHT, ["--d_model"], "--d_model: no such option; a constructor argument needs"),
@@ -223,7 +223,7 @@ def test_what_cannot_be_worked_out_is_asked_for_in_one_line(
     ("target", "message"),
     [
         ("gone.py", "gone.py: no such file"),
-        (".", "is a folder"),
+        (".", "is a directory"),
         ("notes.txt", "give a Python file"),
     ],
 )

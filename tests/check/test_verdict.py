@@ -133,7 +133,7 @@ def test_numbers_are_printed_with_as_many_digits_as_they_need() -> None:
 
 
 def test_rules_and_lessons() -> None:
-    with pytest.raises(KeyError, match="'colour' was not tried here; tried were"):
+    with pytest.raises(KeyError, match="'colour' was not tested; the tested rules are"):
         RIGHT["colour"]
     for verdict in (WRONG, RIGHT):
         for one in verdict.results:

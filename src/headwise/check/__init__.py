@@ -1,8 +1,8 @@
-"""Check an attention layer that somebody wrote: what is wrong with it, in words.
+"""Check the code of an attention layer and report its mistakes.
 
 `check` makes a `Target` of its argument, probes its behavior, compares it with the definition and
-collects the findings in a `Verdict`. It tests what the call names, and requests a call instead of
-guessing one.
+collects the findings in a `Verdict`. It tests the inputs that the call names, and requests a call
+instead of guessing one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def check(
     call: Callable[..., Any] | None = None,
     **arguments: Any,
 ) -> Verdict:
-    """Check an attention layer, and say what to change.
+    """Check an attention layer and report what to change.
 
     Args:
         thing: an `nn.Module`; a class or factory, which is built with `args` and `arguments` and
-            with default sizes for the rest; or a function of q, k and v.
+            with default values for its other arguments; or a function of q, k and v.
         embed_dim, num_heads, num_kv_heads: known or required sizes.
         causal: True if later tokens must be hidden. By default it follows from the behavior, a
             flag, a triangular buffer or "causal" in the name.
@@ -51,14 +51,14 @@ def check(
         call: the call, such as `lambda layer, x, keep: layer(x, mask=keep)`. x is `[B, T, E]`. Its
             other parameters are tested: `memory` `[B, S, E]`, another sequence; `keep` `[B, S]`,
             True = real token; `allow` `[T, S]`, True = may attend; `start`, the position of the
-            first token; `past`, the result of the last call (None at first).
+            first token; `past`, the result of the previous call (None at first).
 
     Returns:
-        A verdict with `passed`, `findings` and `results`; it prints itself. The arguments are not
-        changed, and no gradient is left on them.
+        A verdict with `passed`, `findings` and `results`, which can be printed. The arguments are
+        not changed and get no gradients.
 
     Raises:
-        ValueError: something must be given that is not guessed: an argument, or one call.
+        ValueError: an argument or a call is required that cannot be guessed.
 
     >>> import headwise as hw
     >>> verdict = hw.check(hw.MultiHeadAttention(24, num_heads=3))

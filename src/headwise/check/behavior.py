@@ -1,4 +1,4 @@
-"""Probe what is computed: no weights are read, only inputs are changed in one way at a time."""
+"""Probe the function that a layer computes by changing its inputs; no weights are read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .target import Target
 from .verdict import Finding
 
 LARGE = 20.0
-"""Inputs so many times as large make scores of several hundreds, as trained models may have."""
+"""Factors of the inputs that give scores of several hundreds, as in trained models."""
 POSITIONS = re.compile(
     r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|slope|relative|rel_|pos_|position|window|conv|"
     r"arange|cumsum|shift|roll|decay|time"
 )
-"""Names of what makes the order of tokens count."""
+"""Names of components that make the order of tokens matter."""
 BENT = re.compile("norm|gelu|relu|silu|gate|act|tanh|sigmoid", re.IGNORECASE)
 """Classes and names of children that are not linear."""
 QK_NORM = re.compile(r"(?<![a-z])(q|k|qk|query|key)_?(layer)?_?norm|norm_?(q|k|qk)(?![a-z])")
@@ -68,8 +68,7 @@ def finite(ctx: Probing) -> Finding | None:
 
 
 def _finite_if_hidden(ctx: Probing, name: str) -> bool:
-    """Return True if a mask that hides everything gives numbers: it is taken the other way
-    round."""
+    """Return True if outputs are finite under a mask that hides everything: it is inverted."""
     keys = ctx.x.shape[:2] if name == "keep" else (ctx.tokens, ctx.tokens)
     try:
         return bool(ctx.call(ctx.x, **{name: torch.zeros(keys, dtype=torch.bool)}).isfinite().all())
@@ -92,7 +91,7 @@ def causality(ctx: Probing) -> Finding | None:
 
 
 def _window(ctx: Probing) -> Finding | None:
-    """Find a window that is open on both sides, in a layer that speaks of earlier tokens alone."""
+    """Find a window that is open on both sides, in a layer whose names indicate causality."""
     influence = ctx.influence.nan_to_num(0.0)
     reach = _band(influence <= NOTHING * influence.max())
     doc = str(type(ctx.exact.layer).__doc__ or "").lower()
@@ -102,7 +101,7 @@ def _window(ctx: Probing) -> Finding | None:
 
 
 def _band(unseen: Tensor) -> tuple[int, int] | None:
-    """Return how many tokens before and after each one are seen, where it is the same for all."""
+    """Return the numbers of visible tokens before and after each one, if all are the same."""
     tokens = len(unseen)
     i, j = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
     for before in range(tokens):
@@ -115,7 +114,7 @@ def _band(unseen: Tensor) -> tuple[int, int] | None:
 
 
 def _sees_future(ctx: Probing, scale: float) -> tuple[int, int] | None:
-    """Return the first output that a changed future changes, and the first token changed."""
+    """Return the first output that later tokens change, and the first token that was changed."""
     large = ctx.x * scale
     for x, plain in ((large, ctx.call(large)), (ctx.x, ctx.out)):
         for first in range(1, ctx.tokens):
@@ -146,7 +145,7 @@ def _leak(ctx: Probing, scale: float, where: tuple[int, int], seen: list[list[in
 
     times = f"x = {scale:.0f} * x; " if scale > 1 else ""
     message = (
-        f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
+        f"{times}y = x.clone(); y[:, {last}] *= -1; compare the outputs before token {last}"
     )
     return violation("causality", way, ctx.example(message, two), i=i, j=j, scale=scale)
 
@@ -163,7 +162,7 @@ def past_used(ctx: Probing) -> Finding | None:
         ctx.target.observed.append(f"a window: each token sees {message}")
         return None
     if not ctx.target.causal and int((~unseen).any(0).sum()) == 1:
-        return skipped("past-used", "One token alone is attended to.")
+        return skipped("past-used", "Each token attends to only one token.")
     i, j = pairs[0]
     total = ctx.tokens * (ctx.tokens + 1) // 2 if ctx.target.causal else unseen.numel()
     which = f"token {j} ({len(pairs)} such pairs of {total})"
@@ -184,7 +183,7 @@ def prefix(ctx: Probing) -> Finding | None:
     else:
         return passed("prefix")
     last = min(3, ctx.tokens) - 1
-    message = f"f(x[:, :{last}]) and f(x)[:, :{last}] are compared"
+    message = f"compare f(x[:, :{last}]) with f(x)[:, :{last}]"
     example = ctx.example(message, lambda f, x: (f(x[:, :last]), f(x)[:, :last]))
     return violation("prefix", "differs", example, tokens=tokens, all=ctx.tokens)
 
@@ -194,14 +193,14 @@ def batch(ctx: Probing) -> Finding | None:
     alone = torch.cat([ctx.call(row[None]) for row in ctx.x])
     if ctx.near(alone, ctx.out) and ctx.near(ctx.call(ctx.x.flip(0)).flip(0), ctx.out):
         return passed("batch")
-    message = "f(x[:1]) and f(x)[:1] are compared"
+    message = "compare f(x[:1]) with f(x)[:1]"
     return violation(
         "batch", "mixed", ctx.example(message, lambda f, x: (f(x[:1]), f(x)[:1]), batch=2)
     )
 
 
 def equal_tokens(ctx: Probing) -> Finding | None:
-    """Give equal tokens: rows of weights sum to 1, so equal values are their own mean."""
+    """Use equal tokens: if rows of weights sum to 1, the mean of equal values is that value."""
     same = ctx.x[:, :1].expand(-1, ctx.tokens, -1)
     out, one = ctx.call(same), ctx.call(ctx.x[:, :1])
     if ctx.near(out, one.expand_as(out)):
@@ -222,12 +221,12 @@ def one_token(ctx: Probing) -> Finding | None:
         return passed("one-token")
     gate = re.search(r"sigmoid|tanh|relu|gelu|silu", class_sources(ctx.exact.layer))
     if other := bent(ctx.exact.layer) or (gate and gate[0]):
-        return skipped("one-token", f"It holds more than attention: {other}.")
+        return skipped("one-token", f"It contains more than attention: {other}.")
     return violation("one-token", "bends")
 
 
 def bent(layer: nn.Module) -> str:
-    """Return the first part that is not linear; norms of queries and keys do not count."""
+    """Return the first part that is not linear, apart from norms of queries and keys."""
     for path, child in layer.named_modules():
         last, kind = path.split(".")[-1], type(child).__name__
         leaf = child is not layer and not any(True for _ in child.children())
@@ -250,7 +249,7 @@ def order(ctx: Probing) -> Finding | None:
 
 
 def _idle(ctx: Probing) -> Finding | None:
-    """Find rotations that are called, and turn all tokens of a head alike."""
+    """Find rotations that rotate all tokens of a head by the same angle."""
     called = set[str]()
 
     def note(frame: FrameType, event: str, gave: Any) -> None:
@@ -273,7 +272,7 @@ def _idle(ctx: Probing) -> Finding | None:
 
 
 def knows_positions(layer: nn.Module) -> bool:
-    """Return True if any name or line of a layer speaks of positions."""
+    """Return True if any name or line of a layer mentions positions."""
     if any(POSITIONS.search(name.lower()) for name in names_in(layer)):
         return True
     return (
@@ -283,7 +282,7 @@ def knows_positions(layer: nn.Module) -> bool:
 
 
 def weights(ctx: Probing) -> Finding | None:
-    """Look at what comes back as weights: rows over keys, sums of 1, zeros where hidden."""
+    """Test the returned weights: rows over keys, sums of 1, zeros at hidden keys."""
     option = _weights_option(ctx.target)
     try:
         result = ctx.result(ctx.x, **option)
@@ -308,15 +307,15 @@ def weights(ctx: Probing) -> Finding | None:
 
 
 def _weights_option(target: Target) -> dict[str, Any]:
-    """Return what makes a plain call give its weights."""
+    """Return the arguments that make a plain call return its weights."""
     names = target.call.named("weights") if isinstance(target.call, PlainCall) else []
     return {"extra": dict.fromkeys(names, True)} if names else {}
 
 
 def large_inputs(ctx: Probing) -> Finding | None:
-    """Give inputs of a thousand times the usual size, in float32; look at outputs and gradients."""
+    """Test outputs and gradients in float32 for inputs a thousand times the usual size."""
     target = ctx.random
-    if target.dtype.itemsize < 4:  # half precision overflows by itself
+    if target.dtype.itemsize < 4:  # half precision overflows in any case
         return None
     x = (target.input() * 1000).requires_grad_(True)
     try:
@@ -325,6 +324,6 @@ def large_inputs(ctx: Probing) -> Finding | None:
         if fine and out.requires_grad:
             slope = torch.autograd.grad(out.sum(), x, allow_unused=True)[0]
             fine = slope is None or bool(slope.isfinite().all())
-    except Exception:  # other probes report it
+    except Exception:  # reported by other probes
         return None
     return passed("large-inputs") if fine else violation("large-inputs", "overflow")

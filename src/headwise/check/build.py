@@ -1,7 +1,7 @@
 """Make a `Target` of a module, a class or factory with its arguments, or a function of q, k and v.
 
-Constructor arguments are set by their usual names. A `Question` lists everything else that must be
-given, by name.
+Constructor arguments are set by their usual names. A `Question` lists all other required arguments
+by name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .target import Question, Result, Target, Unusable, copied
 from .verdict import Finding
 
 CONTEXT = 16
-"""The context length of a layer that asks for one: more than the probes need but one."""
+"""The context length of a layer that requires one; all probes but one need less."""
 
 
 class Broken(Exception):
-    """Raised where the target cannot be imported, built or called; `finding` says why."""
+    """Raised if the target cannot be imported, built or called; `finding` gives the reason."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -56,7 +56,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that were given; the others are chosen so that no two axes are alike."""
+    """Given sizes; the others are chosen so that all axes have different sizes."""
 
     embed_dim: int | None = None
     num_heads: int | None = None
@@ -64,7 +64,7 @@ class Sizes:
     causal: bool | None = None
 
     def complete(self, grouped: bool) -> Sizes:
-        """Choose a width and a number of heads where they were not given."""
+        """Choose a width and a number of heads if they were not given."""
         embed, heads, groups = self.embed_dim, self.num_heads, self.num_kv_heads
         share = 3 if groups == 2 else 2
         if heads is None and embed is None:
@@ -82,7 +82,7 @@ class Sizes:
         return replace(self, embed_dim=embed, num_heads=heads)
 
     def value(self, role: str) -> Any:
-        """Return what an argument of this role gets.
+        """Return the value for an argument of this role.
 
         Raises:
             KeyError: an unknown role.
@@ -114,7 +114,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """Hold what the caller said of the target, beside its own arguments."""
+    """Hold the caller's information on the target, apart from constructor arguments."""
 
     sizes: Sizes
     seed: int = 0
@@ -132,7 +132,7 @@ ALWAYS = {
     "head_dim",
     "kv_heads",
 }
-"""Roles whose defaults give way to sizes of ours: they show more, and no chance hides a mistake."""
+"""Roles whose defaults are replaced by sizes of the check, which reveal more mistakes."""
 
 
 def resolve(
@@ -144,12 +144,12 @@ def resolve(
         Question: an argument or a call must be given.
         Broken: it cannot be built, or its first call fails.
     """
-    thing = getattr(thing, "_orig_mod", thing)  # what torch.compile has wrapped
+    thing = getattr(thing, "_orig_mod", thing)  # the module inside torch.compile
     if isinstance(thing, nn.Module):
         if args or arguments:
             raise Question(
-                f"check({name_of(thing)}(…), {_shown(arguments) or '…'}): this is built already; "
-                "arguments of its constructor go with the class, not with an instance"
+                f"check({name_of(thing)}(…), {_shown(arguments) or '…'}): this is an instance; "
+                "pass constructor arguments together with the class"
             )
         if is_function_of_qkv(thing) and request.call is None:
             return _of_function(thing, {}, request)
@@ -157,7 +157,7 @@ def resolve(
         return _of_layer(copied(thing), f"{name_of(thing)}(…)", known, request)
     if not callable(thing):
         raise Question(
-            f"check({thing!r}): this is a {type(thing).__name__}; give a module, a class with its "
+            f"check({thing!r}): this is a {type(thing).__name__}; pass a module, a class with its "
             "arguments, or a function of q, k and v"
         )
     if is_function_of_qkv(thing) and request.call is None:
@@ -214,18 +214,18 @@ def _by_name(named: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 def _not_built(
     label: str, named: Mapping[str, Any], build: _Constructor, error: BaseException
 ) -> Exception:
-    """Return the finding on a constructor that fails, or the question where a size is not known."""
+    """Return the finding on a failing constructor, or the question if a size is missing."""
     inner = getattr(error, "args", ("",))
     if isinstance(error, MissingField):
         return Question(
-            f"check({label}): its configuration needs `{inner[0]}`, which I do not guess; give it: "
+            f"check({label}): its configuration needs `{inner[0]}`, which cannot be guessed; pass it: "
             f"hw.check({label}, {inner[0]}=…) or --{inner[0]} …"
         )
     own = isinstance(error, (NameError, AttributeError))
     refused = isinstance(error, (ValueError, AssertionError)) or set(named) - set(build.given)
     if not line_of(error) or (refused and not own):  # a default may be of the wrong type
         return Question(
-            f"check({label}): {label}({_shown(named)}) is refused: {describe(error)}. Give what it "
+            f"check({label}): {label}({_shown(named)}) fails: {describe(error)}. Pass what it "
             f"needs: hw.check({label}, {', '.join(f'{n}=…' for n in build.names)})"
         )
     return Broken(
@@ -241,7 +241,7 @@ class MissingField(AttributeError, KeyError):
 
 
 class Config(dict[str, Any]):
-    """A configuration that answers to the usual names of a field, as attribute or as key.
+    """A configuration whose fields have all their usual names, as attributes and as keys.
 
     >>> config = Config(Sizes(24, 3), {})
     >>> config.n_embd, config["num_heads"], getattr(config, "flash", False)
@@ -275,7 +275,7 @@ class Config(dict[str, Any]):
         )
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the field, or the default where nothing is known about it."""
+        """Return the field, or the default if its role is unknown."""
         try:
             return self._look(name)
         except MissingField:
@@ -283,7 +283,7 @@ class Config(dict[str, Any]):
 
 
 class _Constructor:
-    """A class or factory, and the arguments that it gets."""
+    """A class or factory and its arguments."""
 
     def __init__(
         self,
@@ -356,8 +356,8 @@ class _Constructor:
             forms = ", ".join(f"{name}=…" for name in unknown)
             typed = " ".join(f"--{name} …" for name in unknown)
             raise Question(
-                f"check({self.label}): the constructor takes {', '.join(unknown)}, which I do not "
-                f"guess; give it: hw.check({self.label}, {forms}), or on the command line {typed}"
+                f"check({self.label}): the constructor takes {', '.join(unknown)}, which cannot be "
+                f"guessed; pass it: hw.check({self.label}, {forms}), or in the shell {typed}"
             )
         named |= rest
         for name, value in {**self.placed, **named}.items():
@@ -370,23 +370,23 @@ class _Constructor:
         return named
 
     def _is_set(self, one: inspect.Parameter, role: str) -> bool:
-        """Return True if an argument gets a size of ours: it must be given, or its default hides
-        mistakes. A default of None means that the layer works it out."""
+        """Return True if the check sets an argument: if it is required, or its default hides
+        mistakes. A default of None means that the layer determines the value."""
         if required(one):
             return True
         if role == "window" and type(one.default) is int:
-            return one.default > self.sizes.value("window")  # a narrow one shows more
+            return one.default > self.sizes.value("window")  # a narrow window reveals more
         if role not in ALWAYS or one.default is None:
             return False
         return not isinstance(one.default, bool) or role == "batch_first"
 
     def _config_class(self, name: str) -> type | None:
-        """Return the class of a configuration: annotated, or the file's only `…Config` or
+        """Return the class of a configuration: the annotation, or the file's only `…Config` or
         `…Args`."""
         target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
         try:
             kind = typing.get_type_hints(target).get(name)
-        except Exception:  # an unreadable annotation counts as none
+        except Exception:  # treat an unreadable annotation as missing
             kind = None
         for one in (kind, *typing.get_args(kind)):
             if inspect.isclass(one) and one.__module__ not in ("builtins", "typing"):
@@ -403,7 +403,7 @@ class _Constructor:
         return own[0] if len(own) == 1 else None
 
     def _config(self, name: str, fields: Mapping[str, Any]) -> Any:
-        """Return a configuration with our sizes in it."""
+        """Return a configuration with the check's sizes."""
         kind = self._config_class(name)
         if kind is None:
             return Config(self.sizes, fields)
@@ -421,8 +421,8 @@ class _Constructor:
                 config = kind(**sized)
             except Exception as error:
                 raise Question(
-                    f"check({self.label}): {name_of(kind)}({_shown(sized)}) cannot be made "
-                    f"({describe(error)}); give it: "
+                    f"check({self.label}): {name_of(kind)}({_shown(sized)}) fails "
+                    f"({describe(error)}); pass it: "
                     f"hw.check({self.label}, {name}={name_of(kind)}(…))"
                 ) from error
         else:
@@ -441,7 +441,7 @@ def _is_flag(one: inspect.Parameter) -> bool:
 
 
 def _shown(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as they are typed."""
+    """Return arguments as Python code."""
 
     def typed(value: Any) -> str:
         text = repr(value)
@@ -454,10 +454,10 @@ def _shown(arguments: Mapping[str, Any]) -> str:
 
 
 def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Request) -> Target:
-    """Make the target of a layer whose sizes may be known by role."""
+    """Make the target of a layer; `known` holds its sizes by role."""
     sizes = request.sizes
     if any(one.is_meta for one in layer.parameters()):
-        raise Question(f"check({name}): its weights are on the device meta and have no numbers")
+        raise Question(f"check({name}): its weights are on the meta device and have no values")
     width = sizes.embed_dim or input_width(layer, known.get("width"))
     heads = sizes.num_heads or known.get("heads") or number_of_heads(layer)
     for size, what, argument in (
@@ -466,7 +466,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
     ):
         if size is None:
             raise Question(
-                f"check({name}): {what} is not known; give it: hw.check(layer, {argument})"
+                f"check({name}): {what} is not known; pass it: hw.check(layer, {argument})"
             )
     assert width is not None
     assert heads is not None
@@ -502,8 +502,8 @@ def first_call(target: Target) -> Result:
     """Call a target for the first time.
 
     Raises:
-        Question: the call fails, and may not be the intended one.
-        Broken: it uses a name that its file does not define; or the shown call fails inside.
+        Question: the call fails, and another call may be intended.
+        Broken: the file does not define a name that it uses, or the shown call fails in the layer.
     """
     x = target.input()
     what = f"x {list(x.shape)}"
@@ -516,7 +516,8 @@ def first_call(target: Target) -> Result:
         if target.shown:
             raise Broken(violation("shape", "unusable", what=what, error=error)) from error
         raise Question(
-            f"check({target.name}): for {what} {error}; an output is [B, T, out_dim]. {_example()}"
+            f"check({target.name}): for {what} {error}; an output must be [B, T, out_dim]. "
+            f"{_example()}"
         ) from error
     except Exception as error:
         line = line_of(error)
@@ -533,14 +534,14 @@ def first_call(target: Target) -> Result:
 
 
 def _example() -> str:
-    return 'Else show one call: --call "lambda layer, x: layer(x)" (in Python: call=lambda …)'
+    return 'Otherwise show one call: --call "lambda layer, x: layer(x)" (in Python: call=lambda …)'
 
 
 # --- functions ------------------------------------------------------------------------------------
 
 
 def _of_function(function: Any, arguments: dict[str, Any], request: Request) -> Target:
-    """Make the target of a function of q, k and v, trying which axes its tensors have."""
+    """Make the target of a function of q, k and v; find the layout of its tensors by trial."""
     sizes = request.sizes.complete(request.sizes.num_kv_heads is not None)
     width, heads = sizes.embed_dim or 24, sizes.num_heads or 3
     groups = sizes.num_kv_heads or heads
@@ -558,7 +559,7 @@ def _of_function(function: Any, arguments: dict[str, Any], request: Request) -> 
             target = _of_layer(_bound(layer, arguments), label, known, sized)
         except Question as error:
             failed = failed or error
-            if "which I do not guess" in str(error):
+            if "which cannot be guessed" in str(error):
                 raise
             continue
         except Broken as error:

@@ -1,8 +1,8 @@
-"""Caches of keys and values: chunk after chunk must give what the whole sequence gives.
+"""Test caches of keys and values: chunks must give the same output as the whole sequence.
 
-A shown call with `past` defines the use of the cache. For a plain call the usual ways are tried:
+A shown call with `past` defines the use of the cache. For a plain call, the usual ways are tried:
 the result is passed to the next call, the call fills its argument, or the layer keeps a cache. If
-one of them gives the output of the whole sequence, the cache is right.
+one of them gives the output of the whole sequence, the cache is correct.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .verdict import Example, Finding
 CHUNKS, SINGLE = (3, 2, 1), (3, 1, 1, 1)
 ROOM = 16
 BARE = re.compile(r"kvs?|key_?values?|(layer_|attn_)?state|prev")
-"""Names of arguments that may be caches, if something like them comes back."""
+"""Names of arguments that may be caches, if the call returns something similar."""
 
 Step = Callable[[Tensor, int], tuple[Tensor, Any]]
-"""Gives a chunk's output and all that came back; the second argument is how many tokens came
-before."""
+"""Return a chunk's output and the whole result; the second argument is the number of earlier
+tokens."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use a cache: `start` begins with an empty one. `sure` is whether it can be meant
-    otherwise; if not, wrong numbers are a mistake."""
+    """One way to use a cache: `start` begins with an empty one. If `sure`, no other use can be
+    intended, so wrong numbers are a mistake."""
 
     start: Callable[[], Step]
     sure: bool
@@ -78,12 +78,12 @@ def cache(ctx: Probing) -> Finding | None:
         return wrong or failed
     if tried:
         shown = "lambda layer, x, past: layer(x, past[1] if past else None)"
-        return skipped("cache", f"No usual way to use its cache was found; show one: {shown}.")
+        return skipped("cache", f"No usual way to use its cache works; show one: {shown}.")
     return None
 
 
 def _is_window(ctx: Probing, way: Way) -> bool:
-    """Return True if a window's cache, which is trimmed, is right for one token after the other."""
+    """Return True if the trimmed cache of a window is correct for single tokens."""
     if not any(True for _ in numbers_in(ctx.exact.layer, r"window|local|span")):
         return False
     try:
@@ -116,7 +116,7 @@ def _named(ctx: Probing, way: Way, outs: Tensor, raw: Any) -> Finding:
     """Return the finding on outputs that differ from those of the whole sequence."""
     gap = (outs - ctx.out[:, :6]).abs().amax((0, 2))
     token = int((~(gap <= 1e-6 * ctx.out.abs().max())).nonzero()[0])
-    message = "  # it goes in as chunks of 3, 2 and 1 tokens"
+    message = "  # passed in chunks of 3, 2 and 1 tokens"
     example = Example.of(ctx.exact.source(ctx.tokens, 2) + message, ctx.out[0, :6], outs[0])
     return violation("cache", _kind(ctx, way, raw), example, token=token)
 
@@ -148,7 +148,7 @@ def _kind(ctx: Probing, way: Way, raw: Any) -> str:
 
 
 def _held(raw: Any, length: int) -> list[Tensor]:
-    """Return the tensors with an axis of so many tokens that a cache holds, of what came back."""
+    """Return the tensors in a result that have an axis of the number of cached tokens."""
     parts = [one for one in tensors_in(raw) if one.ndim >= 3]
     return [one for one in parts[1:] if length in one.shape and one.shape[-1] != length]
 
@@ -157,7 +157,7 @@ def _held(raw: Any, length: int) -> list[Tensor]:
 
 
 def _ways(target: Target) -> Iterator[Way]:
-    """Yield ways to use a cache, the likeliest first."""
+    """Yield ways to use a cache, the most likely first."""
     if "past" in target.takes:
         yield Way(lambda: _shown(target), True)
         yield Way(lambda: _shown(target, whole=False), True)
@@ -198,7 +198,7 @@ def _given(target: Target, x: Tensor, first: int) -> dict[str, Any]:
 
 
 def _shown(target: Target, whole: bool = True) -> Step:
-    """Give `past` what the last call returned; if not `whole`, what was beside the output."""
+    """Pass the last result as `past`; if not `whole`, only the part besides the output."""
     own = target.fresh()
     kept: list[Any] = [None]
 
@@ -231,7 +231,7 @@ def _present(raw: Any, out: Tensor, length: int, before: Any) -> Any:
     """Return the part of a result that can be a cache: its tensors have an axis of that length.
 
     Raises:
-        LookupError: there is none.
+        LookupError: the result contains no such part.
     """
     parts = (
         list(raw.values())
@@ -250,10 +250,10 @@ def _present(raw: Any, out: Tensor, length: int, before: Any) -> Any:
         if held and not weights and all(one.ndim >= 3 for one in held):
             caches.append(part)
     if len(caches) == 2 and all(isinstance(one, Tensor) for one in caches):
-        return tuple(caches)  # keys and values that come back apart go in as a pair
+        return tuple(caches)  # keys and values that are returned separately are passed as a pair
     if caches:
         return caches[-1]
-    raise LookupError("nothing that comes back looks like a cache")
+    raise LookupError("no part of the result looks like a cache")
 
 
 def _filled(target: Target, given: dict[str, Any], flags: dict[str, bool]) -> Step:
@@ -284,13 +284,13 @@ def _attend_cached(target: Target) -> Step:
 
 
 def _home(target: Target) -> dict[str, Any]:
-    """Return the names of the file that a layer's class is in."""
+    """Return the names of the file that defines a layer's class."""
     return vars(sys.modules[type(target.layer).__module__])
 
 
 def _own_caches(target: Target, annotation: str) -> Iterator[Callable[[], Any]]:
-    """Yield what makes an empty cache of a class that the layer's file defines, and that the
-    annotation does not rule out."""
+    """Yield constructors of empty caches: classes of the layer's file that the annotation
+    allows."""
     open_ = "_empty" in annotation or "Any" in annotation
     home = sys.modules.get(type(target.layer).__module__)
     sizes = {

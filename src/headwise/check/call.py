@@ -1,7 +1,7 @@
-"""Call a layer: as its signature says, or as somebody shows.
+"""Call a layer by its signature, or by a call that the user shows.
 
 The plain call passes x once, or as query, key and value, and leaves all other arguments at their
-defaults. If it requires an unknown argument, a `Question` requests a shown call, which is one line.
+defaults. If an unknown argument is required, a `Question` requests a shown call, a one-line lambda.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .names import calling_role
 from .target import NAMED, TOKENS, Question
 
 MEANINGS = {
-    "memory": "memory [B, S, E], keys and values come from it",
+    "memory": "memory [B, S, E], the source of keys and values",
     "keep": "keep [B, S], True = real token",
     "allow": "allow [T, S], True = may attend",
     "start": "start, the position of the first token",
-    "past": "past, what the last call returned (None at first)",
+    "past": "past, the result of the last call (None at first)",
 }
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "[T, S]": lambda allowed: allowed[0],
@@ -45,7 +45,7 @@ KINDS = {
     "ones": "1 = may attend",
     "zeros": "1 = hidden",
     "flag": "True = causal",
-    "headwise": "a mask of headwise",
+    "headwise": "a headwise mask",
     "lengths": "number of real tokens",
 }
 TIME = re.compile(r"t|l|n?_?seq\w*|time\w*|len\w*|n?_?tokens|tgt_len|src_len|s")
@@ -56,7 +56,7 @@ NEUTRAL: dict[str, Any] = {
     "dropout": 0.0,
     "start": 0,
 }
-"""Values of required arguments that switch nothing on."""
+"""Neutral values of required arguments."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Form:
     fill: float = -torch.inf
 
     def make(self, mask: Tensor, dtype: torch.dtype) -> Any:
-        """Return the argument for `[B, T, S]` or, of keys, `[B, S]`; True = may attend."""
+        """Return the argument for a mask `[B, T, S]` or, for keys, `[B, S]`; True = may attend."""
         if self.kind == "flag":
             return True
         if self.kind == "lengths":
@@ -170,10 +170,10 @@ def _turned(raw: Any, time_first: bool) -> Any:
 
 @dataclass
 class ShownCall:
-    """A call that somebody shows: `lambda layer, x, keep: layer(x, mask=keep)`.
+    """A call shown by the user: `lambda layer, x, keep: layer(x, mask=keep)`.
 
     Raises:
-        Question: it fails outside of the layer; or its parameters have other names.
+        Question: it fails outside the layer, or its parameters have other names.
     """
 
     shown: Callable[..., Any]
@@ -208,12 +208,12 @@ class ShownCall:
             if reached(layer, error):
                 raise
             raise Question(
-                f"check({self.label}): the call that you show fails by itself: {describe(error)}"
+                f"check({self.label}): the given call fails outside the layer: {describe(error)}"
             ) from error
 
 
 def _usual(name: str, x: Tensor, given: Mapping[str, Any]) -> Any:
-    """Return what a shown call gets under a name that a probe leaves open."""
+    """Return the default of a named input that a probe does not set."""
     memory = given.get("memory", x)
     if name in given:
         return given[name]
@@ -260,7 +260,8 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
         if found:  # def forward(self, *args)
             x = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY)
             return PlainCall({"x": x}, {"x": ""}, ("x",), None)
-        raise Question(f"check({label}): its forward takes nothing; " + show(layer, label, [], []))
+        shown = show(layer, label, [], [])
+        raise Question(f"check({label}): its forward takes no arguments. {shown}")
     first = [roles[name] for name in names[:3]]
     inputs, memory = (names[0],), None
     if set(first) == {"query", "key", "value"}:
@@ -290,9 +291,9 @@ def _is_neutral(call: PlainCall, name: str) -> bool:
 
 
 def show(layer: Any, label: str, unknown: list[str], must: list[str]) -> str:
-    """Return the question for one call, with the lambda to copy and the shapes."""
+    """Return the question that requests a call, with a lambda to copy and the shapes."""
     takes = " and ".join(f"`{name}`" for name in unknown)
-    begins = f"It takes {takes}, which I do not guess. " if unknown else ""
+    begins = f"It takes {takes}, which cannot be guessed. " if unknown else ""
     roles = {name: calling_role(name) or "" for name in must}
     named = {
         "memory": "memory",
@@ -303,7 +304,7 @@ def show(layer: Any, label: str, unknown: list[str], must: list[str]) -> str:
     }
     named |= {"cache": "past"}
     places = {name: named.get(role, "…") for name, role in roles.items()}
-    if "memory" in places.values():  # masks beside another sequence hide its tokens
+    if "memory" in places.values():  # with another sequence, masks hide its tokens
         places |= {n: "keep" for n, role in roles.items() if role in ("mask", "memory_mask")}
     words = [one for one in dict.fromkeys(places.values()) if one in NAMED]
     arguments = ", ".join(["x", *(places[name] for name in must)])
@@ -312,14 +313,14 @@ def show(layer: Any, label: str, unknown: list[str], must: list[str]) -> str:
         f"check({label}): {begins}Show one call; x is [2, {TOKENS}, E]:",
         f'  --call "lambda {head}: layer({arguments})"        (in Python: call=lambda …)',
         *(f"  {MEANINGS[word]}" for word in (words or NAMED)),
-        "What you name is tested; the rest is not.",
+        "Only the named inputs are tested.",
     ]
     return "\n".join(lines)
 
 
 def _is_time_first(layer: nn.Module) -> bool:
-    """Return True if the layer says that x is [T, B, E]: by `batch_first`, or by how its forward
-    unpacks the shape of its input."""
+    """Return True if the layer expects x as [T, B, E], as `batch_first` or the unpacking of x's
+    shape in its forward indicates."""
     own = getattr(layer, "batch_first", None)
     if isinstance(own, bool):
         return not own
@@ -347,7 +348,7 @@ AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]"}
 
 
 class FunctionLayer(nn.Module):
-    """A plain function of q, k and v as a layer: projections of headwise's own go before it."""
+    """A layer that applies projections of headwise, then a plain function of q, k and v."""
 
     def __init__(
         self, function: Callable[..., Any], axes: str, width: int, heads: int, groups: int
@@ -423,9 +424,9 @@ def is_function_of_qkv(thing: Any) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the words that send somebody to the failing line."""
+    """Return the advice that names the failing line."""
     line = line_of(error)
-    return f"If this is how it is called, fix {line}." if line else "Make this call run first."
+    return f"If this call is the right one, fix {line}." if line else "Make this call run first."
 
 
 __all__ = ["FunctionLayer", "PlainCall", "ShownCall", "name_of", "plain_call"]

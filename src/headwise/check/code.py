@@ -1,6 +1,6 @@
 """Facts from the checked code: signatures, attributes, and errors with their lines.
 
-Nothing here decides what is right; it finds names, numbers and lines.
+This module finds names, numbers and lines; it does not test anything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 def signature(call: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a class or function, without `self`; none where Python has none."""
+    """Return the parameters of a class or function, without `self`; empty if unavailable."""
     try:
         own = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
@@ -54,12 +54,12 @@ def signature(call: Any) -> list[inspect.Parameter]:
 
 
 def required(one: inspect.Parameter) -> bool:
-    """Return True if a call must give this argument."""
+    """Return True if the parameter is required."""
     return one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
 
 
 def source_of(thing: Any) -> str:
-    """Return the code of a class, function or module; "" where there is none."""
+    """Return the code of a class, function or module; "" if unavailable."""
     try:
         return inspect.getsource(getattr(thing, "__func__", thing))
     except (OSError, TypeError):
@@ -67,7 +67,7 @@ def source_of(thing: Any) -> str:
 
 
 def class_sources(module: nn.Module) -> str:
-    """Return the code of the user's classes that a module is made of."""
+    """Return the code of the user's classes among a module's submodules."""
     return "\n".join(map(source_of, own_code(module)))
 
 
@@ -79,7 +79,7 @@ def name_of(thing: Any) -> str:
 
 
 def own_classes(thing: Any) -> Iterator[type]:
-    """Yield an object's classes that are neither PyTorch's nor Python's."""
+    """Yield an object's classes, except those of PyTorch and Python."""
     for kind in type(thing).__mro__:
         if kind.__module__.split(".")[0] in ("torch", "builtins"):
             return
@@ -99,7 +99,7 @@ def is_users(filename: str) -> bool:
 
 
 def line_of(error: BaseException) -> Line | None:
-    """Return the innermost line of a user's file that an error came through."""
+    """Return the innermost line of a user's file in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if is_users(one.filename) and one.lineno]
     return Line(own[-1].filename, own[-1].lineno or 0) if own else None
@@ -127,14 +127,14 @@ def describe(error: BaseException) -> str:
 
 
 def _meant(error: BaseException) -> str:
-    """Return a hint on an error: the attribute nearest to a misspelled one, or that code for NumPy
-    got tensors."""
+    """Return a hint on an error: the attribute nearest to a misspelled one, or that NumPy code
+    received tensors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [one for one in frames if is_users(one.f_code.co_filename)]
     if isinstance(error, TypeError) and users:
         names = {getattr(one, "__name__", "") for one in users[-1].f_globals.values()}
         if "numpy" in names and "torch" not in names:
-            return "; this is code for NumPy, and the check gives tensors of PyTorch"
+            return "; this is NumPy code, but the check passes PyTorch tensors"
     name = getattr(error, "name", None) or ""
     found = re.search(r"has no attribute '(\w+)'", str(error))
     owner = getattr(error, "obj", None)
@@ -163,7 +163,7 @@ def _shapes(code: str, known: Mapping[str, Any]) -> Iterator[str]:
 
 
 def names_in(module: nn.Module) -> Iterator[str]:
-    """Yield names of attributes, buffers and children that are set, and what methods call."""
+    """Yield the names of attributes, buffers and children, and the names that methods call."""
     for child in module.modules():
         for name, value in {**vars(child), **child._buffers, **child._modules}.items():
             if not name.startswith("_") and value is not None and value is not False:
@@ -257,7 +257,7 @@ def rotations(module: nn.Module, head_dim: int, spoken: Iterable[str] = ()) -> l
     """Return possible rotary positions, if any name mentions them.
 
     Args:
-        spoken: further names: arguments of the call, names in a shown call.
+        spoken: more names: arguments of the call, names in a shown call.
     """
     home = vars(sys.modules.get(type(module).__module__, re))
     makers = [
@@ -355,7 +355,7 @@ def _docstrings(code: str) -> set[int]:
 
 
 def own_code(module: nn.Module) -> list[Any]:
-    """Return the user's classes that a module is made of, and the functions that they mention."""
+    """Return the user's classes in a module, and the functions that they mention."""
     waiting: list[Any] = list(
         dict.fromkeys(kind for part in module.modules() for kind in own_classes(part))
     )

@@ -1,8 +1,7 @@
-"""`headwise check FILE.py`: load the file in a process of its own, choose what to check, and
-check it.
+"""`headwise check FILE.py`: load the file in its own process, choose what to check, and check it.
 
-What happens to the file itself (it cannot be imported, runs on without an end, leaves) becomes a
-finding like any other, of the rules `file-…`.
+Failures of the file itself (a failing import, an endless loop, an exit) become findings of the
+rules `file-…`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .verdict import Finding, Verdict
 
 ATTENTION = re.compile(r"attention|attn|mha|gqa|mqa|multi_?head", re.IGNORECASE)
 MARKS = (".git", "pyproject.toml")
-"""Names that lie in the uppermost folder of a repository."""
+"""Names that mark the root directory of a repository."""
 IMPORTING, CHECKING = "while it was imported", "while it was checked"
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
 
@@ -51,14 +50,15 @@ def check_file(
     """Check the attention in a file.
 
     Args:
-        target: `FILE.py`, or `FILE.py:Name` where it holds several.
-        arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
+        target: `FILE.py`, or `FILE.py:Name` if it contains several attention layers.
+        arguments: arguments of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
             Expressions such as `"nn.GELU"` or `"Config(d_model=24)"` may use `torch` and the
-        names of the file.
-        call: how it is called, as typed: `"lambda layer, x, keep: layer(x, keep)"`.
+            names of the file.
+        call: the call, as typed: `"lambda layer, x, keep: layer(x, keep)"`.
 
     Raises:
-        ValueError: no such file; no, or more than one, attention in it; something must be given.
+        ValueError: the file does not exist, does not contain exactly one attention layer, or needs
+            more arguments.
     """
     path, name = split_target(target)
     job = {"file": str(path), "name": name, "call": call, "arguments": dict(arguments or {})}
@@ -70,29 +70,29 @@ def split_target(target: str) -> tuple[Path, str | None]:
     """Split `file.py:Name` into its two parts.
 
     Raises:
-        ValueError: there is no such Python file.
+        ValueError: the Python file does not exist.
     """
     matched = re.fullmatch(r"(.+?\.py)(?::([^\W\d][\w.]*))?", target)
     path = Path(matched[1] if matched else target)
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder; name a Python file in it")
+        raise ValueError(f"{path} is a directory; name a Python file in it")
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     if not matched:
         raise ValueError(
-            f"{target}: give a Python file, or one and a name in it, as in attention.py:MyAttention"
+            f"{target} must be a Python file or FILE.py:NAME, such as attention.py:MyAttention"
         )
     return path.resolve(), matched[2]
 
 
-# --- the parent's side ----------------------------------------------------------------------------
+# --- in the parent process ------------------------------------------------------------------------
 
 
 def judged(done: Outcome, path: Path, limits: Limits) -> Verdict:
-    """Return what the child sent, and how it ended, as one verdict.
+    """Return the child's findings and its exit as one verdict.
 
     Raises:
-        ValueError: the child refused, with its words.
+        ValueError: the child sent an error message.
     """
     subject, phase = path.name, IMPORTING
     results, notes = list[Finding](), list[str]()
@@ -112,7 +112,7 @@ def judged(done: Outcome, path: Path, limits: Limits) -> Verdict:
 
 
 def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
-    """Return the finding on a file that did not come to its end."""
+    """Return the finding on a file whose process ended early."""
     rule = "file-crash" if done.ended == "signal" else f"file-{done.ended}"
     known = done.ended == "signal" and done.code in set(signal.Signals)
     code = signal.Signals(done.code).name if known else f"exit code {done.code}"
@@ -122,8 +122,8 @@ def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
 
 
 def _at(stack: str, path: Path) -> str:
-    """Return the innermost line of the file that was being run, quoted."""
-    shown = str(path).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
+    """Return the innermost line of the file that was running, quoted."""
+    shown = str(path).encode("ascii", "backslashreplace").decode()  # the format of faulthandler
     place = re.search(rf'File "{re.escape(shown)}", line (\d+) in (.*)', stack)
     if place is None:
         return ""
@@ -132,7 +132,7 @@ def _at(stack: str, path: Path) -> str:
     return f", at line {place[1]}{inside}: `{lines[int(place[1]) - 1].strip()}`"
 
 
-# --- the child's side -----------------------------------------------------------------------------
+# --- in the child process -------------------------------------------------------------------------
 
 
 def _child(
@@ -149,7 +149,7 @@ def _child(
             own["call"] = _evaluated("--call", call, module)
             if not callable(own["call"]):
                 raise ValueError(
-                    f'--call {call!r}: is no function; as in --call "lambda layer, x: layer(x)"'
+                    f'--call {call!r} must be a function, such as "lambda layer, x: layer(x)"'
                 )
         verdict = check(thing, **own)
         send({"verdict": verdict.to_json(), "subject": verdict.subject})
@@ -157,7 +157,7 @@ def _child(
 
 @contextmanager
 def telling(send: Send, path: Path) -> Iterator[None]:
-    """Send what ends the work on a file as a finding, or as the words of a refusal."""
+    """Send an exception as a finding or as an error message."""
     try:
         yield
     except Broken as broken:
@@ -178,7 +178,7 @@ def alone(*findings: Finding) -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """Return what somebody typed as a value: a Python literal, yes or no, or the text.
+    """Return typed text as a value: a Python literal, a boolean, or the text itself.
 
     >>> literal("24"), literal("true"), literal("(2, 3)"), literal("relu")
     (24, True, (2, 3), 'relu')
@@ -192,8 +192,8 @@ def literal(text: str) -> Any:
 
 
 def _valued(name: str, text: str, module: ModuleType) -> Any:
-    """Return what somebody typed for an argument: an expression where it calls something or begins
-    with a name of the file's, else a literal or a word.
+    """Return the value of a typed argument: an expression if it contains a call or begins with a
+    name of the file, else a literal or a word.
 
     Raises:
         ValueError: the expression fails.
@@ -220,7 +220,7 @@ def parsed(path: Path) -> ParsedFile:
     """Return the text and the tree of a file.
 
     Raises:
-        Broken: it is no Python.
+        Broken: it is not valid Python.
     """
     try:
         return ParsedFile(path.read_bytes().decode("utf-8-sig"), str(path))
@@ -236,14 +236,14 @@ def parsed(path: Path) -> ParsedFile:
 
 
 def load(path: Path, code: CodeType | None = None) -> ModuleType:
-    """Import a file as if it were run from its own folder; inside a package, as a part of it.
-    What it imports is also looked for in its repository, and in `src` there.
+    """Import a file as if it were run from its own directory; in a package, as a module of it.
+    Its imports are also searched in the root of its repository and in `src` there.
 
     Args:
-        code: is run for the file's own text, where it is given.
+        code: run instead of the file's text, if given.
 
     Raises:
-        Broken: it is no Python, or importing it fails.
+        Broken: it is not valid Python, or importing it fails.
     """
     parsed(path)
     folder, name = path.parent, path.stem
@@ -261,7 +261,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
         known = sys.modules.get(name)
         if code is None and known is not None and _is_file(known, path):
             return known
-        if known is not None:  # a file with the name of something else, such as math.py
+        if known is not None:  # a file with the name of another module, such as math.py
             name = f"_checked_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
@@ -303,7 +303,7 @@ def _failed_import(error: BaseException) -> Finding:
 
 
 def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
-    """Return what is to be checked: the name that was given, or the one attention of the file.
+    """Return the object to check: the given name, or the only attention layer of the file.
 
     Raises:
         ValueError: there is none, or more than one.
@@ -313,11 +313,11 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
         try:
             return attrgetter(name)(module)
         except AttributeError:
-            others = ", ".join(there) or "no class or function that fits"
-            raise ValueError(f"there is no {name} in it; it has {others}") from None
+            others = ", ".join(there) or "no module or function of (q, k, v)"
+            raise ValueError(f"{name} is not defined; the file defines {others}") from None
     named = [each for each in there if ATTENTION.search(each)] or there
     text = {each: _source(getattr(module, each)) for each in named}
-    # The wrapper rather than its heads.
+    # Choose the wrapper rather than its heads.
     outer = [
         each
         for each in named
@@ -327,11 +327,11 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
         return getattr(module, outer[0])
     if not outer:
         raise ValueError(
-            "no attention found in it: define a class that is an nn.Module, or a function of "
-            f"(q, k, v), and name it: headwise check {path.name}:MyAttention"
+            "no attention found: define an nn.Module or a function of (q, k, v), and name it: "
+            f"headwise check {path.name}:MyAttention"
         )
     raise ValueError(
-        f"it has {', '.join(outer)}; name the one to check: headwise check {path.name}:{outer[-1]}"
+        f"it defines {', '.join(outer)}; name one: headwise check {path.name}:{outer[-1]}"
     )
 
 
@@ -343,8 +343,7 @@ def _source(thing: Any) -> str:
 
 
 def candidates(module: ModuleType) -> list[str]:
-    """Return the modules and the functions of (q, k, v) that a file itself defines, in its
-    order."""
+    """Return the modules and the functions of (q, k, v) that a file defines, in order."""
     return [
         name
         for name, one in vars(module).items()

@@ -1,7 +1,7 @@
-"""Run the probes and the definition, and make one list of what they found.
+"""Run the probes and the definition, and collect their findings in one list.
 
-The named mistake comes first. Its consequences are not findings of their own, and advice is shown
-after all errors are fixed.
+The named mistake comes first. Its consequences are not separate findings, and advice is shown after
+all errors are fixed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIRST: dict[str, Probe] = {
     "deterministic": use.deterministic,
     "shape": behavior.shape,
 }
-"""Where one of the last three fails, numbers are not compared any more."""
+"""If one of the last three fails, numbers are no longer compared."""
 STOPS = ("finite", "deterministic", "shape")
 NUMBERS: dict[str, Probe] = {
     "causality": behavior.causality,
@@ -97,7 +97,7 @@ def judged(target: Target) -> Verdict:
 
 
 def _tried(rule: str, probe: Probe, ctx: Probing) -> Finding | None:
-    """Return what a probe finds; a call that fails is a finding of its own."""
+    """Return the finding of a probe, or a finding on its failing call."""
     try:
         return probe(ctx)
     except Failed as failure:
@@ -147,16 +147,16 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
 
 
 ELSEWHERE = ("mask", "padding", "cross", "registered")
-"""Rules whose mistakes the definition does not know: beside them no pairs are looked for."""
+"""Rules whose mistakes the definition does not cover: if one fails, pairs are not searched."""
 OF_ATTENTION = ("equal-tokens", "one-token", "order")
-"""Rules that hold for attention, and may not for something like it."""
+"""Rules that hold for attention but perhaps not for similar layers."""
 NO_TOKENS = re.compile(r"mem(_|or)|null|persist|sink|prefix|bias_[kv]")
-"""Names of parameters that are keys or values of no token."""
+"""Names of parameters that are keys or values without a token."""
 
 
 def _grounded(one: Finding, target: Target) -> Finding:
-    """Return the finding, as an error only where the layer is known to be attention: its weights
-    were not read, so that it may be another kind of it."""
+    """Return the finding, as an error only if the layer is known to be attention: without reading
+    its weights, it may be another kind of attention."""
     if one.severity != "error" or one.rule not in OF_ATTENTION:
         return one
     code = class_sources(target.layer)
@@ -166,12 +166,12 @@ def _grounded(one: Finding, target: Target) -> Finding:
     if one.rule == "equal-tokens" and plain and not more:
         return one
     return skipped(
-        one.rule, f"Its weights were not read, and other attention may do so: {one.message}"
+        one.rule, f"Its weights were not read, and other kinds of attention may do this: {one.message}"
     )
 
 
 def _located(one: Finding, target: Target) -> Finding:
-    """Return the finding with the line to look at, where a pattern of its rule finds one."""
+    """Return the finding with a line number, if a pattern of its rule matches a line."""
     if one.explained_by or "line " in one.message:
         return one
     for pattern in one.lines_at or RULES[one.rule].lines:

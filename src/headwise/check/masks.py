@@ -1,7 +1,7 @@
-"""Masks, padding, another sequence and positions: by the names in the call.
+"""Probe masks, padding, another sequence and positions, as named in the call.
 
-A shown call defines the meaning of its names, and each is tested. For a plain call the usual forms
-of a mask are tried; the verdict reports the form that was found.
+A shown call defines the meaning of its names, and each is tested. For a plain call, the usual forms
+of a mask are tried, and the verdict reports the form that works.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .verdict import Finding
 
 FEW = {"mask": ("may", "hidden", "ones", "added", "zeros"), "flag": ("flag",)}
 NEARLY = 0.02
-"""A hidden token that keeps less than this share of a visible one's influence was hidden by a
-number that is too small."""
+"""If a hidden token keeps less than this share of a visible one's influence, the fill of the mask
+is not negative enough."""
 
 
 def _allow(tokens: int) -> Tensor:
-    """Return a mask of no special form; every token sees itself and some other one."""
+    """Return an irregular mask in which every token sees itself and another one."""
     draw = torch.Generator().manual_seed(3)
     allow = torch.rand(tokens, tokens, generator=draw) > 0.5
     return allow | torch.eye(tokens, dtype=torch.bool)
@@ -37,7 +37,7 @@ def _allow(tokens: int) -> Tensor:
 
 
 def learn_forms(target: Target) -> list[Finding]:
-    """Learn how the plain call's masks go in, and return what is wrong with those that cannot."""
+    """Find the forms of the plain call's masks; return findings on masks without a form."""
     call = target.call
     if not isinstance(call, PlainCall):
         return []
@@ -69,7 +69,7 @@ def learn_forms(target: Target) -> list[Finding]:
         elif tried.ignored and role == "memory_mask" and not call.cross_only:
             both = f"layer(x, {call.memory or 'memory'}=memory, {name}=keep)"
             shown = f"lambda layer, x, memory, keep: {both}"
-            message = f"`{name}` changes nothing without another sequence; show one: {shown}."
+            message = f"`{name}` changes nothing without another sequence; show a call: {shown}."
             findings.append(skipped("padding", message))
         elif tried.ignored:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
@@ -80,7 +80,7 @@ def learn_forms(target: Target) -> list[Finding]:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             words = "keep" if rule == "padding" else "allow"
             shown = f"lambda layer, x, {words}: layer(x, {name}={words})"
-            message = f"No usual form of `{name}` goes in; show one: {shown}."
+            message = f"No usual form of `{name}` works; show a call: {shown}."
             findings.append(skipped(rule, message))
     return findings
 
@@ -143,8 +143,8 @@ class _Tried:
 
 
 def _some_padding(ctx: Probing, at_end: bool = False) -> Tensor:
-    """Return `[B, S]` in which two tokens of the last sequence are padding: the last ones; in
-    causal attention, where nobody sees these, the second and third."""
+    """Return `[B, S]` with two padding tokens in the last sequence: the last two; in causal
+    attention, where no other token sees those, the second and third."""
     keep = torch.ones(ctx.x.shape[:2], dtype=torch.bool)
     hole = _is_causal(ctx) and not at_end
     keep[-1, slice(1, 3) if hole else slice(5, None)] = False
@@ -152,13 +152,12 @@ def _some_padding(ctx: Probing, at_end: bool = False) -> Tensor:
 
 
 def _is_causal(ctx: Probing) -> bool:
-    """Return True if later tokens have no influence, whoever hides them."""
+    """Return True if later tokens have no influence, for any reason."""
     return bool((ctx.influence.triu(1) <= NOTHING * ctx.influence.max()).all())
 
 
 def _opens(ctx: Probing, trial: Target, full: Tensor) -> bool:
-    """Return True if padding that hides nothing lets each token see all, and without it none sees
-    later ones."""
+    """Return True if tokens see later ones only if a padding mask that hides nothing is passed."""
     try:
         seen = trial.influence(ctx.x[-1:], keep=full[-1:])
     except Exception:
@@ -167,8 +166,8 @@ def _opens(ctx: Probing, trial: Target, full: Tensor) -> bool:
 
 
 def _leaks(ctx: Probing, trial: Target, channel: str, some: Tensor) -> tuple[float, str | None]:
-    """Return the influence of hidden tokens as a share of that of visible ones, and why it is not
-    nothing: "queries" are hidden in the place of keys, or the fill is too "small"."""
+    """Return the influence of hidden tokens relative to visible ones, and the reason if it is not 0:
+    "queries" (hidden instead of keys) or "small" (the fill)."""
     try:
         with torch.no_grad():
             if channel == "keep":
@@ -200,7 +199,7 @@ def _leaks(ctx: Probing, trial: Target, channel: str, some: Tensor) -> tuple[flo
 
 
 def learn_causality(target: Target, wrong: bool) -> None:
-    """Settle whether later tokens must be hidden, and why.
+    """Determine whether later tokens must be hidden, and why.
 
     Args:
         wrong: True if the mask argument has a mistake.
@@ -243,7 +242,7 @@ def _flag(target: Target) -> Form | None:
             with torch.no_grad():
                 if not torch.equal(trial(trial.input()), target(target.input())):
                     return form
-        except Exception:  # another probe tries the call
+        except Exception:  # tested by another probe
             continue
     return None
 
@@ -266,7 +265,7 @@ def _seen_causal(target: Target) -> bool:
 
 
 def _named_causal(target: Target) -> bool:
-    """Return True if "causal" in its class's name, a flag or a triangular buffer says so."""
+    """Return True if the class name contains "causal", or a flag or triangular buffer exists."""
     layer = target.layer
     name = name_of(layer.function if hasattr(layer, "function") else layer).lower()
     if re.search(r"(?<!non)(?<!non_)causal", name):
@@ -298,7 +297,7 @@ def _triangular(table: Tensor) -> bool:
 
 
 def mask(ctx: Probing) -> Finding | None:
-    """Hide keys by a mask of no special form: exactly these have no influence."""
+    """Hide keys with an irregular mask: exactly these must have no influence."""
     if "allow" not in ctx.target.takes:
         return None
     name = _argument(ctx, "allow")
@@ -337,20 +336,19 @@ def mask(ctx: Probing) -> Finding | None:
 
 
 def _equal(x: Tensor) -> Tensor:
-    """Return as many tokens that are all the first one: with weights that sum to 1, a mask changes
-    nothing then."""
+    """Return copies of the first token: with weights that sum to 1, a mask then changes nothing."""
     return x[:, :1].expand_as(x).clone()
 
 
 def _is_small(ctx: Probing, some: Tensor) -> bool:
-    """Return True if hidden scores are set to a number near 0: with all but one key hidden, a large
-    negative score is the smallest, and the hidden ones take over."""
+    """Return True if hidden scores are set to a number near 0: with all but one key hidden, hidden
+    keys then outweigh a visible one with a large negative score."""
     full = ctx.call(ctx.x, allow=torch.ones_like(some))
     return not ctx.near(ctx.call(ctx.x, allow=some), full)
 
 
 def padding(ctx: Probing) -> Finding | None:
-    """Pad one sequence: its padding changes nothing for the others."""
+    """Pad one sequence: its padding must not change the other outputs."""
     if "keep" not in ctx.target.takes:
         return None
     name, cross = _argument(ctx, "keep"), _is_of_memory(ctx)
@@ -397,7 +395,7 @@ def padding(ctx: Probing) -> Finding | None:
 
 
 def _hides_real(ctx: Probing, keep: Tensor) -> bool:
-    """Return True if padding is seen by real tokens, and no real token by another one."""
+    """Return True if real tokens see padding but no other real token."""
     real, seen = keep[-1], ctx.exact.influence(ctx.x[-1:], keep=keep[-1:])
     among = seen[real][:, real].fill_diagonal_(0.0)
     least = NOTHING * seen.max()
@@ -405,7 +403,7 @@ def _hides_real(ctx: Probing, keep: Tensor) -> bool:
 
 
 def _is_of_memory(ctx: Probing) -> bool:
-    """Return True if `keep` speaks of another sequence's tokens."""
+    """Return True if `keep` refers to the tokens of another sequence."""
     call = ctx.target.call
     if "memory" not in call.takes or not isinstance(call, PlainCall):
         return "memory" in call.takes
@@ -424,11 +422,11 @@ def _own_causal(ctx: Probing) -> bool:
 
 
 def cross(ctx: Probing) -> Finding | None:
-    """Give another sequence of another length."""
+    """Pass another sequence of a different length."""
     if "memory" not in ctx.target.takes:
         return None
     if ctx.target.causal and ctx.target.causal_from in ("seen", "named") and not ctx.target.shown:
-        return None  # it attends to itself; keys of another length have no order
+        return None  # self-attention; keys of another sequence have no causal order
     batch, memory = len(ctx.x), ctx.exact.input(11, len(ctx.x), seed=8)
     given = _open(ctx, memory)
     try:
@@ -437,7 +435,7 @@ def cross(ctx: Probing) -> Finding | None:
         call = ctx.target.call
         optional = isinstance(call, PlainCall) and not call.cross_only and len(call.inputs) == 1
         if optional and isinstance(failure.error, (ValueError, NotImplementedError)):
-            return skipped("cross", f"It refuses another sequence: {failure.error}")
+            return skipped("cross", f"It does not accept another sequence: {failure.error}")
         same = ctx.exact.input(ctx.tokens, batch, seed=8)
         if _mixes(ctx, same):
             return violation("cross", "values")
@@ -451,13 +449,13 @@ def cross(ctx: Probing) -> Finding | None:
 
 
 def _open(ctx: Probing, memory: Tensor) -> dict[str, Tensor]:
-    """Return a mask that hides nothing, where the call takes one."""
+    """Return a mask that hides nothing, if the call takes one."""
     takes = "allow" in ctx.target.takes
     return {"allow": torch.ones(ctx.tokens, memory.shape[1], dtype=torch.bool)} if takes else {}
 
 
 def _mixes(ctx: Probing, memory: Tensor) -> bool:
-    """Return True if outputs depend on x's other tokens, though the keys are another sequence's."""
+    """Return True if outputs depend on other tokens of x although keys come from elsewhere."""
     moved = ctx.x.clone()
     moved[:, 0] += 1.0
     try:

@@ -1,7 +1,7 @@
 """Look up the role of an argument by its name, in the tables of `names.toml`.
 
-A constructor's `d_model`, `n_embd` and `hidden_size` have one role, "width"; a call's `attn_mask`
-and `causal_mask` have another, "mask".
+For example, `d_model`, `n_embd` and `hidden_size` of a constructor have the role "width";
+`attn_mask` and `causal_mask` of a call have the role "mask".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATTERNS = {
 
 
 def _bare(name: str) -> str:
-    """Return a name as the tables hold it: `numHeads` and `NUM_HEADS` are "num_heads"."""
+    """Return the normalized name: `numHeads` and `NUM_HEADS` become "num_heads"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
 
 
@@ -81,7 +81,7 @@ def calling_role(name: str) -> str | None:
 
 
 def parts_of(name: str) -> str:
-    """Return the projections that a name speaks of: letters of q, k and v in its order, or `o`.
+    """Return the projections that a name refers to: letters of q, k and v in its order, or `o`.
 
     >>> [parts_of(name) for name in ("W_query", "Wqkv", "c_attn", "key_value", "out_proj", "fc1")]
     ['q', 'qkv', 'qkv', 'kv', 'o', 'o']

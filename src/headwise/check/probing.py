@@ -14,17 +14,17 @@ from .target import Result, Target
 from .verdict import Example, Finding
 
 Probe = Callable[["Probing"], Finding | None]
-"""Tries one rule; None where the rule does not apply."""
+"""Test one rule; return None if the rule does not apply."""
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Share of the largest output by which two equal ones may differ; 0.1 in half precision. Layers may
-take their softmax in float32 whatever the dtype."""
+"""Tolerance for equal outputs, relative to the largest output; 0.1 in half precision. A layer may
+compute its softmax in float32 for any dtype."""
 NOTHING = 1e-10
-"""An influence below this share of the largest is none."""
+"""An influence below this share of the largest counts as zero."""
 
 
 class Failed(Exception):
-    """A call raised an error on an input that the layer must be able to take."""
+    """A call raised an error on an input that the layer must accept."""
 
     def __init__(self, inputs: str, error: Exception) -> None:
         super().__init__(f"The call on {inputs} fails: {describe(error)}")
@@ -56,7 +56,7 @@ class Probing:
         return self.exact.influence(self.x)
 
     def result(self, x: Tensor, **given: Any) -> Result:
-        """Return what `exact` gives, without a graph.
+        """Return the output of `exact`, without a graph.
 
         Raises:
             Failed: the call raises an error.
@@ -72,7 +72,7 @@ class Probing:
         return self.result(x, **given).out
 
     def near(self, a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
-        """Return True if two outputs are equal but for rounding."""
+        """Return True if two outputs are equal up to rounding."""
         if a.shape != b.shape or not bool(a.isfinite().all()):
             return False
         if not a.numel():
@@ -89,8 +89,8 @@ class Probing:
     def example(
         self, label: str, two: Callable[[Target, Tensor], tuple[Tensor, Tensor]], batch: int = 1
     ) -> Example | None:
-        """Return three tokens on which `two(target, x)`, expected and found, differ: with the
-        layer's own weights, or with random ones where it hardly shows with its own."""
+        """Return three tokens on which the outputs `two(target, x)`, expected and found, differ:
+        with the layer's own weights, or with random ones if the difference is too small."""
         for target, beside in ((self.target.double(), ""), (self.exact, "; random weights")):
             x = target.input(tokens=3, batch=batch)
             try:

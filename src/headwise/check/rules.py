@@ -1,4 +1,4 @@
-"""Look up the rules: what each says, a lesson on it, and the words for each way to break it.
+"""Look up the rules: their statements, lessons, and messages for each way to break them.
 
 The rows are in `rules.toml`, which explains its fields.
 """
@@ -52,12 +52,12 @@ def violation(rule: str, way: str, example: Example | None = None, /, **words: A
 
 
 def passed(rule: str, message: str = "") -> Finding:
-    """Return the finding on a rule that is kept."""
+    """Return the finding on a rule that passed."""
     return Finding(rule, "passed", message or ALL[rule].statement)
 
 
 def skipped(rule: str, message: str) -> Finding:
-    """Return the finding on a rule that was not tried, with the reason."""
+    """Return the finding on a rule that was not tested, with the reason."""
     return Finding(rule, "skipped", message)
 
 
@@ -65,7 +65,7 @@ def explain(rule: str) -> str:
     """Return the lesson on a rule.
 
     Raises:
-        ValueError: there is no such rule; the nearest ones are named, or all of them.
+        ValueError: the rule is unknown; the message lists the nearest names, or all.
 
     >>> print(explain("scale"))  # doctest: +ELLIPSIS
     scale: Scores are divided by the square root of the head width.
@@ -73,6 +73,6 @@ def explain(rule: str) -> str:
     """
     if rule not in ALL:
         near = difflib.get_close_matches(rule, list(ALL), n=3)
-        message = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(ALL)}"
+        message = f"did you mean {' or '.join(near)}?" if near else f"the rules are {', '.join(ALL)}"
         raise ValueError(f"explain({rule!r}): there is no such rule; {message}")
     return f"{rule}: {ALL[rule].statement}\n\n{ALL[rule].lesson}"

@@ -1,8 +1,8 @@
-"""Run somebody else's code in a process of its own, with limits on time and memory.
+"""Run a user's code in a separate process, with limits on time and memory.
 
-It guards against accidents (an endless loop, an `exit()`, too much memory) but is not a security
-boundary: the code runs with the rights of the user, like any Python file. It gets no secrets from
-the environment, and an empty home folder.
+The limits guard against accidents (an endless loop, an `exit()`, too much memory) but are not a
+security boundary: the code runs with the rights of the user, like any Python file. Its environment
+contains no secrets, and its home directory is empty.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Send = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds from the moment the job begins, and GiB of memory.
+    """Limits on the run time in seconds, from the start of the job, and on memory in GiB.
 
     Raises:
-        ValueError: a limit is not above 0.
+        ValueError: a limit is not positive.
     """
 
     seconds: float = 60.0
@@ -52,7 +52,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise ValueError(f"Limits({name}={value}): {name} must be above 0")
+                raise ValueError(f"{name} must be positive, got {value}")
 
 
 @dataclass
@@ -77,15 +77,15 @@ def run(
     *,
     report: Report = lambda seconds: None,
 ) -> Outcome:
-    """Call a function in a process of its own.
+    """Call a function in a separate process.
 
     Args:
-        function: `"module:name"`. It is called with `send`, which sends a dict as a message in
-            JSON, and with the arguments.
+        function: `"module:name"`. It is called with `send`, which sends a dict as a JSON message,
+            and with the arguments.
         report: called repeatedly with the seconds so far.
 
     Raises:
-        ValueError: the system cannot limit processes so.
+        ValueError: the operating system does not support these limits.
 
     >>> run("headwise.check.sandbox:_echo", {"text": "hello"}).messages
     [{'text': 'hello'}]
@@ -123,8 +123,8 @@ def _echo(send: Send, text: str) -> None:
 
 
 def _may_fork() -> bool:
-    """Return True if a copy of this process may do the job, which saves another import of torch:
-    the command itself, on Linux, before it has a second thread."""
+    """Return True if a fork of this process can do the job, which saves another import of torch:
+    in the command itself, on Linux, before it has a second thread."""
     called = Path(sys.argv[0])
     command = called.name == "headwise" or called.parts[-2:] == ("headwise", "__main__.py")
     alone = sys.platform == "linux" and threading.active_count() == 1
@@ -173,11 +173,11 @@ PASSED_ON = re.compile(
     r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
 )
 """Environment variables that are passed on: paths of programs and libraries, the language, settings
-of numerical libraries and of torchrun. Tokens, keys and sockets of agents are left out."""
+of numerical libraries and of torchrun. Tokens, keys and sockets of agents are not passed on."""
 
 
 def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
-    """Return the environment that the code gets.
+    """Return the environment of the code.
 
     >>> own = environment({"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "secret"}, Path("/tmp/home"))
     >>> own["PATH"], own["LC_ALL"], own["HOME"], "HF_TOKEN" in own
@@ -195,7 +195,7 @@ def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
 
 
 def work(job: dict[str, Any]) -> None:
-    """Run the job in this process, then leave by `os._exit`, past threads that still run."""
+    """Run the job in this process, then call `os._exit`, even if threads still run."""
     box, append = Path(job["box"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND
     printed, channel, trace = (
         os.open(box / name, append, 0o600) for name in ("printed", "messages", "trace")
@@ -231,14 +231,14 @@ def work(job: dict[str, Any]) -> None:
 
 
 def _held() -> int:
-    """Return the bytes that this process holds already."""
+    """Return the memory that this process uses already, in bytes."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     return 0
 
 
 def _sum_up(box: Path, code: int) -> Outcome:
-    """Return what the files in the box say of a run."""
+    """Return the outcome of a run from the files in its directory."""
     sent, trace, printed = (
         (box / name).read_bytes() if (box / name).exists() else b""
         for name in ("messages", "trace", "printed")

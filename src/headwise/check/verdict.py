@@ -1,8 +1,8 @@
-"""Findings of a check: one line for each rule, in plain words, and their output.
+"""Findings of a check, one per rule, and their output.
 
 `Verdict.findings` are errors (❌) and advice (⚠), the most likely cause first; `results` holds a
-finding for every rule that was tried, including rules that passed, were skipped, or failed because
-of a mistake that is named above them.
+finding for every rule: rules that failed, passed, were skipped, or failed because of a mistake that
+another finding names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Severity = Literal["error", "warning", "passed", "skipped"]
 SIGNS: dict[str, str] = {"error": "❌", "warning": "⚠", "passed": "✅", "skipped": "–"}
 COLOURS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
 SHOWN = 4
-"""Features of a token that are printed; all of them are in the JSON."""
+"""The number of features printed per token; the JSON contains all of them."""
 Nested = list[Any]
 
 
 @dataclass(frozen=True)
 class Example:
-    """The smallest input on which it goes wrong.
+    """The smallest input on which the rule fails.
 
     `source` is the code that creates the input; `expected` and `actual` are the outputs `[T,
     features]` of the first sequence, and `where` names the first token and feature that differ.
@@ -61,7 +61,7 @@ class Example:
         return cls(source, expected.tolist(), actual.tolist(), where, token, feature)
 
     def lines(self) -> Iterator[str]:
-        """Yield the example for people, line by line."""
+        """Yield the printed lines of the example."""
         yield self.source
         first = min(self.feature, max(0, len(self.expected[0]) - SHOWN))
         last = min(first + SHOWN, len(self.expected[0]))
@@ -85,8 +85,8 @@ class Finding:
         message: the observation, in one plain sentence.
         hint: the change to make, or "".
         example: the smallest input that fails.
-        explained_by: the rule of the mistake that causes this result, which is then no finding of
-            its own.
+        explained_by: the rule of the mistake that causes this result, which is then not listed
+            among the findings.
     """
 
     rule: str
@@ -101,7 +101,7 @@ class Finding:
         return "\n".join(self.lines(example=True))
 
     def lines(self, example: bool = False) -> Iterator[str]:
-        """Yield the finding for people; with `example`, the whole of it."""
+        """Yield the printed lines of the finding; with `example`, the whole example."""
         where = f" ({self.example.where})" if self.example is not None else ""
         yield f"{SIGNS[self.severity]} {self.rule}: {self.message}{where}"
         if self.hint:
@@ -126,12 +126,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return True if nothing is wrong; there may be advice."""
+        """Return True if there are no errors; there may be advice."""
         return not self.errors
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return errors, then advice, without what a named mistake explains."""
+        """Return errors, then advice, without results that a named mistake explains."""
         return self.errors + self.warnings
 
     @property
@@ -144,7 +144,7 @@ class Verdict:
 
     @property
     def unchecked(self) -> tuple[Finding, ...]:
-        """Return the rules that could not be tried."""
+        """Return the rules that could not be tested."""
         return tuple(
             one for one in self.results if one.severity == "skipped" and not one.explained_by
         )
@@ -157,16 +157,16 @@ class Verdict:
         """Return the result of one rule.
 
         Raises:
-            KeyError: the rule was not tried.
+            KeyError: the rule was not tested.
         """
         for one in self.results:
             if one.rule == rule:
                 return one
         tried = ", ".join(dict.fromkeys(one.rule for one in self.results))
-        raise KeyError(f"{rule!r} was not tried here; tried were {tried}")
+        raise KeyError(f"{rule!r} was not tested; the tested rules are {tried}")
 
     def to_json(self) -> str:
-        """Return the verdict for programs: `subject`, `passed`, `unchecked` (names of rules),
+        """Return the verdict as JSON: `subject`, `passed`, `unchecked` (names of rules),
         `findings`, `results` and `notes`."""
         data = {
             "subject": self.subject,
@@ -189,7 +189,7 @@ class Verdict:
         return cls(data["subject"], tuple(results), tuple(data["notes"]))
 
     def summary(self) -> str:
-        """Return one line: how many mistakes were found, and whether there is advice."""
+        """Return a one-line summary: the number of mistakes, and whether there is advice."""
         errors, warnings = len(self.errors), len(self.warnings)
         message = f"{errors} mistake{'s' * (errors > 1)}" if errors else "no mistakes found"
         return f"{self.subject}: {message}" + ", with advice" * bool(warnings)
@@ -201,7 +201,7 @@ class Verdict:
         return "\n".join(self.lines())
 
     def lines(self, every: bool = False) -> Iterator[str]:
-        """Yield the verdict for people: one screen, or `every` rule with whole examples."""
+        """Yield the printed lines of the verdict: the findings, or `every` rule with examples."""
         yield self.summary()
         for one in self.findings:
             yield from one.lines(example=every)
@@ -225,7 +225,7 @@ class Verdict:
             yield last
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the findings as a table, the other rules folded."""
+        """Return the notebook output: the findings as a table, the other rules folded."""
         found, others = self.findings, [one for one in self.results if one not in self.findings]
         parts = [f"<p><b>{html.escape(self.summary())}</b></p>", _html_rows(found)]
         if others:
@@ -243,7 +243,7 @@ def _row(one: Finding) -> dict[str, Any]:
 
 
 def coloured(lines: Iterator[str], first: str) -> Any:
-    """Return lines in colour, for `rich`: the first one bold, the others by their signs."""
+    """Return lines in color for `rich`: the first in bold, the others by their signs."""
     from rich.text import Text
 
     colours = {sign: COLOURS[severity] for severity, sign in SIGNS.items()}
@@ -271,14 +271,14 @@ def _html_rows(findings: Sequence[Finding]) -> str:
 
 
 def _number(value: float | str) -> str:
-    """Return four decimals, or as many digits as a large or tiny number needs."""
+    """Return a number with four decimals, or in scientific notation if large or tiny."""
     if isinstance(value, str) or not math.isfinite(value):
         return str(value)
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.2e}"
 
 
 def _plain(data: Any) -> Any:
-    """Return data with the numbers that JSON lacks (NaN, the infinities) as words."""
+    """Return data with the numbers that JSON lacks (NaN, infinities) as strings."""
     if isinstance(data, dict):
         return {key: _plain(value) for key, value in data.items()}
     if isinstance(data, Sequence) and not isinstance(data, str):

@@ -38,9 +38,9 @@ OTHER_INGREDIENTS = re.compile(
 )
 """Names of ingredients beyond projections and a softmax."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip|\w+_(spare|orig|res|copy))\b")
-"""Names of an input that is meant to be added to the output."""
+"""Names of an input that is intentionally added to the output."""
 TILED = re.compile(r"#[^\n]*(\btiled?\b|\bh(ead)? ?% ?\w|% ?n_?kv)")
-"""Comments on key/value heads that are tiled on purpose."""
+"""Comments that indicate intentional tiling of key/value heads."""
 UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
 """Names of designs whose scale is in the initial weights (GPT-Neo, T5)."""
 
@@ -86,13 +86,13 @@ def _compared(case: Case, target: Target, twice: bool) -> list[Finding]:
     base, faults = mistaken
     odd = len(faults) > 1 or any(one.parts not in "qkv" for one in case.reading.sources)
     if odd and {one.rule for one in faults} == {"packing"}:
-        faults = [replace(one, severity="warning") for one in faults]  # an order of its own
+        faults = [replace(one, severity="warning") for one in faults]  # its own order
     if {"softmax", "mask-fill"} <= {
         one.rule for one in faults
-    }:  # along the wrong axis it hides other keys
+    }:  # along the wrong axis, the mask hides other keys
         faults = [one for one in faults if one.rule != "mask-fill"]
     changes = {str(value) for one in faults for value in one.change.values()}
-    if changes & {"1e9", "inf"}:  # hidden keys get all the weight, so it looks inverted too
+    if changes & {"1e9", "inf"}:  # hidden keys get all the weight, so the mask looks inverted too
         faults = [one for one in faults if one.rule != "causal-mask"]
     faults.sort(key=lambda one: one.rule not in ("causal-mask", "mask-fill"))
     return [_finding(case, target, base, one) for one in faults]
@@ -108,7 +108,7 @@ def _observe(target: Target, reading: Projections, right: Variant) -> None:
     if right.slopes:
         target.observed.append("ALiBi")
     if {"q", "k"} & set(reading.norms):
-        target.observed.append("queries and keys are normed")
+        target.observed.append("queries and keys are normalized")
 
 
 def _passed(reading: Projections, base: Variant) -> Finding:
@@ -117,12 +117,12 @@ def _passed(reading: Projections, base: Variant) -> Finding:
     also += ["the norm around it"] * bool(base.residual)
     also += [f"scores capped at {base.softcap:g}"] if base.softcap is not None else []
     beside = f", with {' and '.join(also)}" if also else ""
-    message = f"From its own weights ({_projections(reading)}) the definition gives the same output"
+    message = f"The definition gives the same output from its weights ({_projections(reading)})"
     return passed("definition", f"{message}{beside}.")
 
 
 def _other_weights(case: Case, base: Variant) -> list[Finding]:
-    """Find returned weights that differ from those that were used."""
+    """Find returned weights that differ from the weights in use."""
     x = case.inputs[-1]
     try:
         given = case.target.result(x, **_weights_option(case.target)).weights
@@ -171,7 +171,7 @@ def _projections(reading: Projections) -> str:
 def _unread(reason: str) -> Finding:
     return skipped(
         "definition",
-        f"The weights cannot be read, so that only its behavior was checked: {reason}.",
+        f"The weights cannot be read, so only its behavior was checked: {reason}.",
     )
 
 
@@ -185,7 +185,7 @@ def _finding(
         home = type(target.layer).__name__.lower()
         meant = UNSCALED.search(home) or stated(case, 1.0) is not None
         severity = "warning" if meant else severity
-    if fault.change == {"split": "strided", "merge": "strided"}:  # an order of its own
+    if fault.change == {"split": "strided", "merge": "strided"}:  # its own order
         severity = "warning"
     intended = {"residual": MEANT, "grouped-heads": TILED}.get(fault.rule)
     if intended is not None and intended.search(code):
@@ -217,19 +217,19 @@ def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
         if reasons == ["exp()"] and "max" in class_sources(target.layer) and _is_uneven(case):
             return violation("equal-tokens", "values")
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
-    if target.shown:  # the call itself may differ from the definition
-        return _unread("the definition does not give its output in the call that is shown")
+    if target.shown:  # the call may differ from the definition
+        return _unread("the definition does not give its output in the given call")
     if "x" in case.reading.norms:
         return _unread("the position of its norm is unknown")
     if not case.reading.named:
-        return _unread(f"no name says what {_projections(case.reading)} are")
+        return _unread(f"the names do not indicate the roles of {_projections(case.reading)}")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
     return violation("definition", "unexplained", _example(case, target, base), **words)
 
 
 def _is_uneven(case: Case) -> bool:
-    """Return True if outputs differ although all values are equal: the first half of the features
-    makes the values, and only the others differ."""
+    """Return True if outputs differ although all values are equal: values are computed from the
+    first half of the features, and only the second half differs."""
     target, half = case.target.fresh(), case.target.embed_dim // 2
     values = next((source.name for source in case.reading.sources if source.parts == "v"), "")
     linear = dict(target.layer.named_modules()).get(values)

@@ -16,14 +16,14 @@ from .variants import Variant
 GROUPS: list[dict[str, Any]] = tomllib.loads(
     (files("headwise.check.definition") / "faults.toml").read_text("utf-8")
 )["group"]
-Row = Sequence[Any]  # the value of the group's field, then words for message and hint
+Row = Sequence[Any]  # the value of the group's field, then texts for message and hint
 FAR_ENOUGH = 1e4
-"""A fill below minus this is unwise but no mistake: published models have it."""
+"""A fill below the negative of this is unwise but not a mistake: published models use it."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One known mistake: its change of a variant, and the words for it."""
+    """One known mistake: its change of a variant, and its description."""
 
     rule: str
     change: dict[str, Any]
@@ -47,7 +47,7 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
     """Yield all possible mistakes with these projections, the most likely first.
 
     Args:
-        sure: True if the mask of the base is known to be right.
+        sure: True if the mask of the base is known to be correct.
     """
     heads, groups, separate = reading.num_heads, reading.num_kv_heads, len(reading.sources) > 1
     can_be = {
@@ -71,7 +71,7 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
         yield Fault(
             "positions",
             {"slopes": tuple(-one for one in base.slopes)},
-            "Slope times distance is added to the scores: the farther a key, the more it weighs.",
+            "Slope times distance is added to the scores, so distant keys get more weight.",
             "Subtract it: `scores - slopes[:, None, None] * distance`.",
         )
 
@@ -135,7 +135,7 @@ def _packed(reading: Projections) -> Matrix | None:
 
 
 def _is_strict(reading: Projections) -> bool:
-    """Return True if a name indicates that weights are loaded from elsewhere, part by part."""
+    """Return True if a name indicates that pretrained weights are loaded, part by part."""
     packed = _packed(reading)
     if packed is None or not packed.named or reading.packing != "p n d":
         return False

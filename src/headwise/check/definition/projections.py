@@ -19,7 +19,7 @@ from ..names import parts_of
 HEAD_BY_HEAD = {"query_key_value", "wqkv"}
 """Names of projections that are packed head by head (layouts `neox`, `internlm2`)."""
 IN_TURNS = {"to_q", "to_k", "to_v", "to_out"}
-"""Names of a library whose query heads take key/value heads in turn (`x_transformers`)."""
+"""Names of a library whose query heads use key/value heads in turn (`x_transformers`)."""
 LONG = {"q": "queries", "k": "keys", "v": "values"}
 
 
@@ -49,7 +49,7 @@ class Matrix:
 
     @property
     def shared(self) -> bool:
-        """Return True if heads that should have projections of their own share one."""
+        """Return True if heads share a projection that each should have its own of."""
         return self.heads > 1 and len(set(self.keys)) < len(self.keys)
 
 
@@ -76,12 +76,12 @@ class Projections:
 
     @property
     def packing(self) -> str:
-        """The order of the features of a packed matrix by its names: `p n d` or `n p d`."""
+        """The order of the features of a packed matrix, from its names: `p n d` or `n p d`."""
         return "n p d" if self._names & HEAD_BY_HEAD else "p n d"
 
     @property
     def turns(self) -> bool:
-        """Return True if the names are those of a library that shares keys and values in turns."""
+        """Return True if the names are those of a library that shares keys and values in turn."""
         return self._names >= IN_TURNS
 
     @property
@@ -130,7 +130,7 @@ def read(
         embed_dim: the width of its input.
         num_heads: query heads; optional if heads have their own tensors.
         num_kv_heads: key/value heads; by default from the shapes.
-        idle: names of unused parameters, which are not read.
+        idle: names of unused parameters, which are ignored.
 
     Raises:
         Unreadable: the projections cannot be read.
@@ -275,7 +275,7 @@ def _assigned(
     sources = [matrix for matrix in matrices if matrix.parts and matrix.parts != "o"]
     held = "".join(source.parts for source in sources)
     if sources and set(held) == set("kqv") and len(held) > 3:
-        # GPT-2's cross-attention: c_attn beside q_attn holds k and v alone
+        # GPT-2's cross-attention: beside q_attn, c_attn holds only k and v
         sources = [replace(one, parts="kv") if one.parts == "qkv" else one for one in sources]
         held = "".join(source.parts for source in sources)
     if len(set(held)) != len(held):
@@ -337,7 +337,7 @@ def _sizes(
             raise Unreadable(f"{one.name} takes {one.weight.shape[0]} features, not {embed_dim}")
     heads = max((source.heads for source in sources), default=0) or num_heads
     if heads is None:
-        raise Unreadable("nothing says how many heads there are; give num_heads")
+        raise Unreadable("the number of heads is unknown; pass num_heads")
     width = {source.parts: source.weight.shape[1] for source in sources}
     if "q" in width:
         dim = _share(width.pop("q"), heads, "queries")
@@ -356,7 +356,8 @@ def _sizes(
     if alike and (num_kv_heads or out is None or total == 3 * len(out.weight)):
         return heads, heads, total // (3 * heads), total // (3 * heads)
     if out is None:
-        raise Unreadable(f"{sources[0].name} has {total} features, which 3·{heads} does not divide")
+        name = sources[0].name
+        raise Unreadable(f"the {total} features of {name} are not a multiple of 3·{heads}")
     dim = _share(len(out.weight), heads, "the output projection's inputs")
     rest = total - heads * dim
     if rest <= 0 and alike:  # a smaller input: the heads were not joined
@@ -366,7 +367,7 @@ def _sizes(
 
 def _share(width: int, among: int, quantity: str) -> int:
     if width < among or width % among:
-        raise Unreadable(f"{width} features of {quantity} cannot be dealt out evenly by {among}")
+        raise Unreadable(f"{width} features of {quantity} are not a multiple of {among}")
     return width // among
 
 

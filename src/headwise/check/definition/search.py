@@ -1,7 +1,7 @@
-"""Search for the variant with the output of a target: the textbook's, else one with mistakes.
+"""Search for the variant with the output of a target: the textbook's, or one with mistakes.
 
 The target gets random weights and runs on a few inputs. Its outputs are compared with those of
-variants with the same weights; the first one or two mistakes that give exactly the same are named.
+variants with the same weights. The first one or two mistakes that give the same outputs are named.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .variants import (
 )
 
 FITS = 1e-4
-"""The largest relative difference of equal outputs: more than rounding in float32, less than the
-effect of any mistake."""
+"""The tolerance for equal outputs, as a relative difference: more than rounding in float32, less
+than the effect of any mistake."""
 FITS_LARGE = 0.05
-"""The same for scores so large that float32 keeps four digits."""
+"""The tolerance for scores so large that float32 keeps only four digits."""
 SPREADS = (30.0, 75.0, 150.0, 300.0, 750.0, 1.5e3, 3e3, 7.5e3, 1.5e4, 3e4)
-"""The spreads of large scores in tests: beyond −10000."""
+"""The standard deviations of large scores in tests: beyond −10000."""
 BASES = 16
 """The largest number of textbook variants on which mistakes are tried."""
 SCALES = [10 ** (n / 5) for n in range(-15, 11)]
 NUMBERS = [10 ** (n / 4) for n in range(-4, 25)]
-"""The first trials of a scale and of a negative fill."""
+"""The first values tried for a scale and for a negative fill."""
 SECONDS = 1.0
 """The time for trying pairs of mistakes."""
 FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward|feedforward|ff_?net|fc_?net|ffwd)_?\d*")
@@ -75,9 +75,9 @@ class Case:
         return self.fits_one_token(variant) and all(self.gap(variant, i) <= FITS for i in several)
 
     def fits_one_token(self, variant: Variant) -> bool:
-        """Return the same for one token, for which many variants are alike."""
+        """Return True if the variant gives the output for one token, where many variants agree."""
         if not bool(allowed_of(variant.mask, 1, 1)):
-            return True  # it sees nothing, so that nothing can be compared
+            return True  # it sees no key, so nothing can be compared
         single = _for_one_token(variant)
         if single not in self.seen:
             self.seen[single] = self.gap(single, 0) <= FITS
@@ -128,7 +128,7 @@ def case_of(target: Target) -> Case:
     try:
         with torch.no_grad():
             outputs = tuple(trial(x) for x in inputs)
-    except Exception as fault:  # the probes report it
+    except Exception as fault:  # reported by the probes
         raise Unreadable(f"a call fails ({type(fault).__name__})") from fault
     return Case(trial, reading, inputs, outputs)
 
@@ -171,7 +171,7 @@ def _batch(reading: Projections) -> int:
 
 
 def _lengths(target: Target, reading: Projections) -> tuple[int, ...]:
-    """Return one token, and two lengths that are no other axis's size."""
+    """Return inputs of one token, and of two lengths that differ from all other sizes."""
     others = {reading.num_heads, reading.num_kv_heads, reading.head_dim, reading.value_dim}
     others |= {target.embed_dim, _batch(reading), reading.num_heads * reading.head_dim}
     longest = target.context_length or 64
@@ -276,7 +276,7 @@ def textbook(target: Target, reading: Projections) -> Iterator[Variant]:
         yield base
         if rope is not None and reading.norms:
             yield replace(base, normed="after")
-        if {"q", "k"} <= set(reading.norms):  # normed with gains: their product needs no root
+        if {"q", "k"} <= set(reading.norms):  # normalized with gains: their product needs no root
             yield replace(base, scale="nothing")
 
 
@@ -377,7 +377,7 @@ def _other_scale(case: Case, scale: float) -> Fault:
         "scale",
         {"scale": scale},
         f"The scores are multiplied by {scale:.4g}; the textbook divides them by √{{D}}, the root "
-        f"of one head's width, which is to multiply by {case.reading.head_dim**-0.5:.4g}.",
+        f"of one head's width, a factor of {case.reading.head_dim**-0.5:.4g}.",
         "If this number is not meant, write `scores / keys.shape[-1] ** 0.5`, with the keys split "
         "into heads.",
         "error" if known is None else "warning",

@@ -1,7 +1,7 @@
 """Attention rebuilt from its definition and given weights, with optional mistakes.
 
 A default `Variant` is the textbook's attention and uses `headwise.core.reference`. Every field is a
-decision that can go wrong, and every other value one way of that; the words are in `faults.toml`.
+possible mistake, and every other value of it one form of the mistake; `faults.toml` describes them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .projections import Matrix, Projections
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of computing multi-head attention. The defaults are the textbook's.
+    """One way to compute multi-head attention. The defaults are the textbook's.
 
     Attributes:
-        order: the order of q, k and v in a packed matrix; empty: as its name indicates.
+        order: the order of q, k and v in a packed matrix; by default, from its name.
         packing: `p n d` one after the other, `n p d` head by head, `n d p` number by number, `d p
-            n` with the heads innermost; empty: as its name indicates.
+            n` with the heads innermost; by default, from its name.
         turned: projections (letters of q, k, v, o) whose square matrix is used transposed.
-        unbiased: projections whose bias is left out.
+        unbiased: projections whose bias is omitted.
         roles: the features used as queries, keys and values: `kqv` has q and k swapped, in `qkx`
             the values are the input itself.
         split: the split of q, k and v into heads: `heads`, `view` (no transpose after the view),
@@ -52,13 +52,13 @@ class Variant:
         values: `weights @ v`, or with the weights `turned`.
         merge: a name in `MERGES`.
         out: output projection `once`, `left out` or `twice`.
-        residual: an addition at the end: nothing, `x`, or through a norm as in a whole block;
+        residual: the addition at the end: none, `x`, or `x` after a norm as in a whole block;
             `inside`: a norm between the heads and the output projection.
         rope: rotary positions of q and k: dim, base and interleaved of `RoPE`; or None.
         rotated: which of q, k and v are rotated.
         normed: norms of q and k `before` or `after` the rotation.
-        turning: the rotation: `rope`; keys `backwards`; along the `heads`; or angles of neighboring
-            pairs and features turned in `halves`, or the reverse, in `pairs`.
+        turning: the rotation: `rope`; keys `backwards`; along the `heads`; or angles for neighbor
+            pairs and features rotated in `halves`, or the reverse, in `pairs`.
         slopes: the ALiBi slope of each head: slope times distance is subtracted from the scores.
     """
 
@@ -87,7 +87,7 @@ class Variant:
     slopes: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Variant:
-        """Return a copy with other values, ten times faster than `replace`: searches make many."""
+        """Return a copy with other values, ten times faster than `replace` (searches need many)."""
         other = object.__new__(Variant)
         other.__dict__.update(self.__dict__, **changes)
         return other
@@ -123,8 +123,8 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "log": lambda s: s.log_softmax(-1),
 }
-"""Weights from scores: a softmax along an axis (NaN where all are −inf), twice over the keys, or
-a replacement of it."""
+"""Weights from scores: a softmax along an axis (NaN if all scores are −inf), two softmaxes over
+the keys, or a replacement of the softmax."""
 
 MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "heads": lambda heads: heads.transpose(1, 2).flatten(2),
@@ -168,7 +168,7 @@ def sizes_of(reading: Projections, x: Tensor) -> dict[str, int]:
 
 
 def scale_of(name: str | float, sizes: Mapping[str, int]) -> float:
-    """Return the factor of the scores: `√E` divides by the root of E, `times D` multiplies by D.
+    """Return the factor of the scores: `√E` is 1 / √E, `times D` is D.
 
     >>> scale_of("√HD", {"H": 2, "D": 8}), scale_of("D²", {"D": 2}), scale_of("times √D", {"D": 4})
     (0.25, 0.25, 2.0)
@@ -200,8 +200,8 @@ def rebuild(
     """Return the output `[B, T, …]` of a variant with these weights.
 
     Args:
-        heads: the result of `heads_of`, if it is known.
-        weights: the result of `weights_from`, if it is known.
+        heads: the result of `heads_of`, if available.
+        weights: the result of `weights_from`, if available.
 
     Raises:
         RuntimeError: shapes do not fit each other.
@@ -284,7 +284,7 @@ def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
 
 
 def _is_of_heads(norm: nn.Module, width: int) -> bool:
-    """Return True if a norm is of single heads: its gains have their width, or an axis for them."""
+    """Return True if a norm is per head: its gains have the width or an axis of the heads."""
     gains = [*norm.parameters()]
     return bool(gains) and (gains[0].numel() == width or any(one.ndim >= 2 for one in gains))
 

@@ -2,12 +2,12 @@
 
 A step is a list of parts: a class, a layer, a function, a method. They are tested in order of
 dependence, and only the first fault is reported; later parts are tested once it is fixed.
-Remaining blanks are filled with headwise's own code, so that one part can be right while another is
-blank. Once all parts are right and no blank is left, all rules of `check` are applied.
+Remaining blanks are filled with headwise's own code, so that one part can be correct while another
+is blank. Once all parts are correct and no blank is left, all rules of `check` are applied.
 
-A part is right if it gives the same as its twin: the same part of the step's template, filled with
-headwise's code. Otherwise `tracing.py` follows both line by line, `blame.py` finds the first
-variable that differs, and `words.py` describes it. The rows are in `steps.toml`, the calls in
+A part is correct if it gives the same result as its twin: the same part of the step's template,
+filled with headwise's code. Otherwise `tracing.py` follows both line by line, `blame.py` finds the
+first variable that differs, and `words.py` describes it. The rows are in `steps.toml`, the calls in
 `modules.py`, `scalar.py` and `gpt2_max.py`; the templates are in `../templates/`.
 """
 
@@ -37,12 +37,12 @@ from .words import failure, near, shape_of, thrown
 
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 LEVELS = 3
-WAITS = "The rest is run once that is right."
-FILLED = "With headwise's code in the blanks, what is written is right, as far as it goes."
+WAITS = "Skipped until this is fixed."
+FILLED = "With headwise's code in the blanks, everything written so far is correct."
 
 
 def summary(name: str) -> str:
-    """Return a line on a step: the first of its template."""
+    """Return the summary of a step: the first line of its template."""
     return (ast.get_docstring(ast.parse(template(name))) or "").partition("\n")[0]
 
 
@@ -57,9 +57,9 @@ def write_template(name: str, path: Path) -> None:
     if path.suffix != ".py":
         wrong = "give the file a name that ends in .py"
     elif path.exists():
-        wrong = "the file is there already; give another name"
+        wrong = "the file exists already; give another name"
     elif not path.absolute().parent.is_dir():
-        wrong = f"there is no folder {path.parent}"
+        wrong = f"there is no directory {path.parent}"
     if wrong:
         raise ValueError(f"--new {name} {path}: {wrong}")
     path.write_text(template(name), "utf-8")
@@ -68,8 +68,8 @@ def write_template(name: str, path: Path) -> None:
 def _check_name(name: str) -> None:
     if name not in STEPS:
         close = difflib.get_close_matches(name, STEPS, n=1)
-        hint = f"did you mean {close[0]}? There" if close else "there"
-        raise ValueError(f"{name}: there is no such step; {hint} are {', '.join(STEPS)}")
+        hint = f"did you mean {close[0]}? The" if close else "the"
+        raise ValueError(f"{name}: there is no such step; {hint} steps are {', '.join(STEPS)}")
 
 
 def check_step(
@@ -84,24 +84,24 @@ def check_step(
     Args:
         name: `scalar`, `per_head`, `split` or `gpt2`; the imports of a `gpt2` file choose between
             the variants for PyTorch and, `gpt2-max`, for MAX.
-        level: of the hints: 1 for the purpose of a line, 2 for its method, 3 for the line itself.
+        level: the level of hints: 1 for the purpose of a line, 2 for its method, 3 for the line.
 
     Raises:
         ValueError: an unknown step, file or level.
     """
     _check_name(name)
     if not 1 <= level <= LEVELS:
-        raise ValueError(f"--hint {level}: there are the levels 1, 2 and {LEVELS}")
+        raise ValueError(f"--hint {level}: the levels are 1, 2 and {LEVELS}")
     path, inside = split_target(target)
     if inside is not None:
-        raise ValueError(f"{target}: a step says itself what is checked; leave out :{inside}")
+        raise ValueError(f"{target}: a step determines what is checked; omit :{inside}")
     limits = limits or usual_limits(name, target)
     job = {"file": str(path), "name": name, "level": level}
     return judged(run(f"{__name__}:_child", job, limits, report=report), path, limits)
 
 
 def usual_limits(name: str, target: str) -> Limits:
-    """Return the limits: MAX compiles for a minute the first time and needs more memory."""
+    """Return the default limits; they are higher for MAX, which compiles for a minute at first."""
     try:
         source = ParsedFile(Path(target).read_text("utf-8-sig"), target)
     except (OSError, SyntaxError, ValueError):  # reported by check_step
@@ -133,7 +133,7 @@ class Follower:
     def __init__(self, send: Send, path: Path, name: str, level: int) -> None:
         self.send, self.level, self.source = send, level, parsed(path)
         self.step, self.names = _variant(name, self.source), dict[str, str]()
-        for part in self.step.parts:  # find the name of each in the file
+        for part in self.step.parts:  # find the name of each part in the file
             before = f"{self.names[part.owner]}." if part.owner else ""
             choices = [f"{before}{name}" for name in (part.short, *part.also)]
             self.names[part.name] = next(filter(self.source.has, choices), choices[0])
@@ -165,17 +165,17 @@ class Follower:
                 continue
             if len(left[part.name]) >= max(len(part.fill), 1):  # filled completely by headwise
                 continue
-            self.send({"phase": f"while `{part.short}` was tried"})
+            self.send({"phase": f"while `{part.short}` was tested"})
             tried = [*self._tried(part)]
             if any(one.severity == "error" for one in tried):
                 yield from (*tried, skipped("step-whole", WAITS))
                 return
             yield from tried if part.name not in trial.blank else ()
         yield from self._blank()
-        self.send({"phase": "while the whole was checked"})
+        self.send({"phase": "while all parts together were checked"})
         yield from [skipped("step-whole", FILLED)] if trial.blank else step.final(trial)
 
-    # --- what the syntax says ---------------------------------------------------------------------
+    # --- findings from the syntax -----------------------------------------------------------------
 
     def _unbound(self) -> Finding | None:
         """Return a finding on the first undefined name."""
@@ -213,11 +213,12 @@ class Follower:
                 line = source.line(f"{owner}.{meant}" if owner else meant)
                 hint = f"Line {line} has `{meant}`: did you mean `{part.short}`?"
             elif line := source.local(owner, part.short):
-                hint = f"Line {line} gives a variable that name: write `self.{part.short} = …`."
+                hint = f"Line {line} assigns a local variable: write `self.{part.short} = …`."
             for other in STEPS.values() if not owner else ():
                 if {each.name for each in other.parts if not each.owner} <= there:
                     hint = f"This looks like a file for `--step {other.like}`."
-            return Finding("step-parts", "error", f"`{part.short}` is not there yet{where}.", hint)
+            message = f"`{part.short}` is not defined yet{where}."
+            return Finding("step-parts", "error", message, hint)
         return None
 
     def _blank(self) -> Iterator[Finding]:
@@ -230,7 +231,7 @@ class Follower:
         blank, part = min(every, key=lambda one: one[0].line)
         hint, lines = part.hint(blank.key, self.level), len({one.line for one, _ in every})
         message = (
-            f"Line {blank.line}: {blank.text}{f' (one of {lines} that are left)' * (lines > 1)}."
+            f"Line {blank.line}: {blank.text}{f' ({lines} blanks are left)' * (lines > 1)}."
         )
         rule, function = "step-blanks", self.source.function(self.names[part.name])
         if NO_RETURN in blank.text:
@@ -239,7 +240,7 @@ class Follower:
                 rule, message = "step-parts", lost
         yield Finding(rule, "error", message, hint)
 
-    # --- what running it says ---------------------------------------------------------------------
+    # --- findings from running the parts ----------------------------------------------------------
 
     def _tried(self, part: StepPart) -> Iterator[Finding]:
         """Call a part like its twin, and compare the results."""
@@ -264,10 +265,10 @@ class Follower:
             yield wrong
         if wrong is None or wrong.severity != "error":
             shape = f": {shape_of(out)}" if plain(out) is not None else ""
-            yield passed(part.rule, f"`{part.name}` is right{shape}.")
+            yield passed(part.rule, f"`{part.name}` is correct{shape}.")
 
     def _beside(self, part: StepPart, search: Search | None = None) -> Finding | None:
-        """Return the finding of the step's own judge, with its line."""
+        """Return the finding of the step's own test, with its line."""
         source, built = self.source, self.searches.get(part.owner or part.name)
         wrong = self.step.judge(self.trial, self.twin, part, search)
         if wrong is None:

@@ -19,7 +19,7 @@ from .base import Step, StepCall, StepPart, Trial, Wrong, step
 from .blame import Search
 from .tracing import HIDDEN, Watch
 
-# No two axes of a tensor are alike.
+# All axes of a tensor have different sizes.
 B, T, H, D = 2, 7, 3, 8
 E, D_IN, CONTEXT, DROPOUT = H * D, 20, 16, 0.25
 SIZES = {"B": B, "T": T, "H": H, "D": D}
@@ -29,7 +29,7 @@ OF_HEADS = {"_split_heads": "x", "_merge_heads": "q", "_attn": "qkv"}
 
 
 def config() -> Any:
-    """Return GPT-2's configuration, with every name that it has."""
+    """Return GPT-2's configuration, with all of its fields."""
     drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     rest = {"n_layer": 12, "n_positions": 1024, "n_ctx": 1024, "n_inner": None, **drops}
     rest |= {"vocab_size": 50257, "layer_norm_epsilon": 1e-5}
@@ -37,7 +37,7 @@ def config() -> Any:
 
 
 def build(one: Trial, owner: str, d_in: int = D_IN, biased: bool = False) -> nn.Module:
-    """Build a class with the tutorial's arguments; with biases, with dropout too."""
+    """Build a class with the tutorial's arguments; if `biased`, with biases and dropout."""
     kind = one.get(owner)
     if owner == GPT:
         return kind(config())
@@ -69,7 +69,7 @@ def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
 
 
 def inputs() -> dict[str, Tensor]:
-    """Return new inputs of all parts, equal in every call."""
+    """Return new tensors as inputs of all parts, equal in every call."""
     draw = torch.Generator().manual_seed(1)
     sizes = {"in": (B, T, D_IN), "x": (B, T, E), **dict.fromkeys("qkv", (B, H, T, D))}
     return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
@@ -103,7 +103,7 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
 
         yield StepCall(call)
         if settings[1:] and part.name not in trial.blank:  # else the line that drops is unknown
-            hint = "Dropout works once, on the weights: `self.dropout(weights)` after the softmax."
+            hint = "Apply dropout once, to the weights: `self.dropout(weights)` after the softmax."
             yield StepCall(lambda one: call(one, True), words="In training, ", hint=hint)
 
 
@@ -133,13 +133,14 @@ def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> 
         mask = watch.run(lambda one: mask_of(one, T, 0))
         given = [(one.line, one.value) for one in (*watch.events, *watch.returns) if one.value]
         low = [line for line, one in given if bool((one.numbers.clamp(-1e30) < HIDDEN).any())]
-        message = "`causal_mask` hides with a large negative number, which large scores see through"
-        wrong = Wrong((*low, part.name)[0], f"{message}, and not with -inf", "warning")
+        message = "`causal_mask` hides with a large negative number instead of -inf"
+        message += ", so keys with large scores stay visible"
+        wrong = Wrong((*low, part.name)[0], message, "warning")
         return None if bool(mask.isinf().any()) else wrong
     for biased in (False, True):
         layers = [layer_of(one, part.owner or part.name, biased) for one in (trial, twin)]
         if not part.owner:
-            no_module = Wrong(part.name, f"`{part.name}` is not an nn.Module")
+            no_module = Wrong(part.name, f"`{part.name}` must be an nn.Module")
             is_module = isinstance(layers[0], nn.Module)
             return wrong_size(part, *layers) if is_module else no_module
         got, want = (_held(layer, part.short) for layer in layers)
@@ -166,7 +167,7 @@ def _held(layer: nn.Module, name: str) -> str:
     if name in dict(layer.named_buffers()):
         return f"a buffer of {math.prod(own.shape[-2:])} numbers"
     if not isinstance(own, nn.Module):
-        return f"a {type(own).__name__}, and neither a module nor a buffer"
+        return f"a {type(own).__name__}, neither a module nor a buffer"
     tensors = (*own.parameters(), *own.buffers())
     counts = Counter(str(sorted(one.shape, reverse=True)) for one in tensors)
     held = [f"{count} × {size}" for size, count in counts.items()]

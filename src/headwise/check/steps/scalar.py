@@ -81,7 +81,7 @@ def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wro
     for name, value in results["given"].items():
         if not any(one.grad for one in _flat(value)):
             message = (
-                f"`{part.name}` gives the right numbers, but no gradient leads back to `{name}`"
+                f"`{part.name}` gives the correct numbers, but no gradient reaches `{name}`"
             )
             return Wrong(part.name, message)
     return None
@@ -99,13 +99,13 @@ def _wrong_cache(search: Search) -> Wrong | None:
         if not grown or grown[0] > min(uses, default=search.watch.time):
             statements = nodes(ast.stmt, search.watch.function or ast.Pass())
             lines = [one.lineno for one in statements if name in changed(one)]
-            message = f"`{name}` holds nothing of the token itself when the scores are made"
+            message = f"`{name}` does not contain the token itself when the scores are computed"
             return Wrong([*lines, first[row].line][0], message)
     return None
 
 
 def _final(_: Trial) -> list[Finding]:
-    return [passed("step-whole", "Every part alone is all there is.")]
+    return [passed("step-whole", "In this step, only the single parts are tested.")]
 
 
 SCALAR = step("scalar", {"E": E, "D": D}, _calls, _final, _judge)

@@ -58,7 +58,7 @@ def _variable(search: Search, one: Event) -> str:
     if value is not None and name in search.sizes and not value.shape:
         return f"`{name}` is {value.numbers.item():g}; it should be {search.sizes[name]}"
     if not (right := finals.get(name)):
-        return f"`{name}` holds something that the right step has nothing like"
+        return f"`{name}` has a value that does not occur in the correct step"
     turn = search.turn(one)
     alike = (each for each in right if value and each.shape == value.shape)
     letters = ", ".join(twin.part.shapes.get(name, "").split())
@@ -80,7 +80,7 @@ def _other(value: Any, right: Any, letters: str = "") -> str:
         kind = f" (a {got.kind})" if got.numbers.equal(want.numbers) else ""
         return f"{got.numbers.item():g}{kind}; it should be {want.numbers.item():g}"
     if got.cut and want.kind == "Values":
-        return "a list of plain numbers, from which no gradient leads back"
+        return "a list of plain numbers, through which no gradient passes"
     a, b = got.numbers, want.numbers
     if bool(a.isnan().any() and not b.isnan().any()):
         return f"{got.shape} with NaN: 0 times infinity is NaN, and so is inf - inf"
@@ -93,7 +93,7 @@ def _other(value: Any, right: Any, letters: str = "") -> str:
     message = f"{got.shape} with other numbers: {[*first]} is {a[first]:.4g}, not {b[first]:.4g}"
     ratio = (a / b)[(b.abs() > 1e-6) & b.isfinite()]
     if ratio.numel() > 1 and torch.allclose(ratio, ratio[:1].clamp(-1e9, 1e9), rtol=1e-3):
-        return f"{message}; each is {ratio[0]:.4g} times what it should be"
+        return f"{message}; each is {ratio[0]:.4g} times the correct value"
     for one, other in itertools.combinations(range(a.dim()), 2):
         turned = a.transpose(one, other)
         if turned.shape == b.shape and torch.allclose(turned, b, rtol=1e-4, atol=1e-5):
@@ -124,7 +124,7 @@ def thrown(trial: Trial, function: Function | None, before: int) -> str:
             if called in {*trial.names.values(), *(f"self.{one}" for one in attributes)}:
                 lines.append((node.lineno, called))
     for line, name in sorted(one for one in lines if one[0] <= before):
-        return f"The result of `{name}` is thrown away ({quoted(trial.path, line)})."
+        return f"The result of `{name}` is not used ({quoted(trial.path, line)})."
     return ""
 
 
