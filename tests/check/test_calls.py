@@ -213,7 +213,7 @@ def test_sizes_that_a_constructor_refuses_come_first() -> None:
         (lambda: check(nn.MultiheadAttention(24, 3), dropout=0.5), "this is an instance"),
         (lambda: check(3), "this is a int; give a module"),
         (lambda: check(nn.Module()), "embed_dim=24"),
-        (lambda: explain("colour"), "no such rule; known are"),
+        (lambda: explain("colour"), "no such rule; rules: "),
         (lambda: explain("head-splitt"), "did you mean head-split"),
         (lambda: check(nn.MultiheadAttention(24, 3, device="meta")), "have no numbers"),
         (lambda: check(F.scaled_dot_product_attention, colour=3), "no argument colour|colour"),

@@ -318,7 +318,11 @@ WORST = {
     ),
     "asks": ("name = input('who? ')\n", "file-import", "EOFError"),
     "interrupts": (called("raise KeyboardInterrupt"), "file-call", "KeyboardInterrupt"),
-    "is no Python": ("def f(:\n    pass\n", "file-syntax", r"Line 1 is not valid Python: .*`def f\(:`"),
+    "is no Python": (
+        "def f(:\n    pass\n",
+        "file-syntax",
+        r"Line 1 is not valid Python.*`def f\(:`",
+    ),
     "is no text": ("x = '\udcff'", "file-syntax", "cannot be read as Python"),
     "prints a verdict and leaves": (
         'print(\'{"verdict": ""}\')\nexit()\n',

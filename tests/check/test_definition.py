@@ -499,7 +499,11 @@ OTHERS = {
     "cosine": (Cosine(24, 3, temperature=7.0), "cannot be read", ""),
     "gate": (Gated(24, 3), "cannot be read", ""),
     "block": (Block(24, 3), "the norm around it", ""),
-    "norms": (Qwen3Attention(QWEN, 0), "norms of queries and keys", "queries and keys are normed"),
+    "norms": (
+        Qwen3Attention(QWEN, 0),
+        "norms of queries and keys",
+        "keys are normalized",
+    ),
 }
 
 

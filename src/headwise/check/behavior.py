@@ -144,9 +144,7 @@ def _leak(ctx: Probing, scale: float, where: tuple[int, int], seen: list[list[in
         return target(scale * x)[:, :-1], target(changed)[:, :-1]
 
     times = f"x = {scale:.0f} * x; " if scale > 1 else ""
-    message = (
-        f"{times}y = x.clone(); y[:, {last}] *= -1; compare the outputs before token {last}"
-    )
+    message = f"{times}y = x.clone(); y[:, {last}] *= -1; compare the outputs before token {last}"
     return violation("causality", way, ctx.example(message, two), i=i, j=j, scale=scale)
 
 

@@ -218,8 +218,8 @@ def _not_built(
     inner = getattr(error, "args", ("",))
     if isinstance(error, MissingField):
         return Question(
-            f"check({label}): its configuration needs `{inner[0]}`, which cannot be guessed; pass it: "
-            f"hw.check({label}, {inner[0]}=…) or --{inner[0]} …"
+            f"check({label}): its configuration needs `{inner[0]}`, which cannot be guessed; "
+            f"pass it: hw.check({label}, {inner[0]}=…) or --{inner[0]} …"
         )
     own = isinstance(error, (NameError, AttributeError))
     refused = isinstance(error, (ValueError, AssertionError)) or set(named) - set(build.given)

@@ -166,7 +166,7 @@ def _grounded(one: Finding, target: Target) -> Finding:
     if one.rule == "equal-tokens" and plain and not more:
         return one
     return skipped(
-        one.rule, f"Its weights were not read, and other kinds of attention may do this: {one.message}"
+        one.rule, f"Its weights were not read; other attention may do this: {one.message}"
     )
 
 

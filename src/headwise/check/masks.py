@@ -166,8 +166,8 @@ def _opens(ctx: Probing, trial: Target, full: Tensor) -> bool:
 
 
 def _leaks(ctx: Probing, trial: Target, channel: str, some: Tensor) -> tuple[float, str | None]:
-    """Return the influence of hidden tokens relative to visible ones, and the reason if it is not 0:
-    "queries" (hidden instead of keys) or "small" (the fill)."""
+    """Return the influence of hidden tokens relative to visible ones, and the reason unless it is
+    0: "queries" (hidden instead of keys) or "small" (the fill)."""
     try:
         with torch.no_grad():
             if channel == "keep":

@@ -73,6 +73,6 @@ def explain(rule: str) -> str:
     """
     if rule not in ALL:
         near = difflib.get_close_matches(rule, list(ALL), n=3)
-        message = f"did you mean {' or '.join(near)}?" if near else f"the rules are {', '.join(ALL)}"
+        message = f"did you mean {' or '.join(near)}?" if near else f"rules: {', '.join(ALL)}"
         raise ValueError(f"explain({rule!r}): there is no such rule; {message}")
     return f"{rule}: {ALL[rule].statement}\n\n{ALL[rule].lesson}"

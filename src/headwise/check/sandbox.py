@@ -52,7 +52,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+                raise ValueError(f"{name} must be above 0, got {value}")
 
 
 @dataclass

@@ -230,9 +230,7 @@ class Follower:
             return
         blank, part = min(every, key=lambda one: one[0].line)
         hint, lines = part.hint(blank.key, self.level), len({one.line for one, _ in every})
-        message = (
-            f"Line {blank.line}: {blank.text}{f' ({lines} blanks are left)' * (lines > 1)}."
-        )
+        message = f"Line {blank.line}: {blank.text}{f' ({lines} blanks are left)' * (lines > 1)}."
         rule, function = "step-blanks", self.source.function(self.names[part.name])
         if NO_RETURN in blank.text:
             hint = f"End it with `return …`. {hint}"

@@ -80,9 +80,7 @@ def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wro
             number.backward()
     for name, value in results["given"].items():
         if not any(one.grad for one in _flat(value)):
-            message = (
-                f"`{part.name}` gives the correct numbers, but no gradient reaches `{name}`"
-            )
+            message = f"`{part.name}` gives the correct numbers, but no gradient reaches `{name}`"
             return Wrong(part.name, message)
     return None
 
