@@ -103,12 +103,12 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--spam"], "No such option: --spam"),
         (["look", "The cat sat."], "The cat sat.): put --text before a text"),
         (["train", "gone.txt"], "gone.txt: no such file"),
-        (["train", "--steps", "0"], "steps=0: must be at least 1"),
-        (["train", "--heads", "5"], "heads=5: must be a divisor of width=128"),
+        (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["train", "--heads", "5"], "heads must be a divisor of width=128, got 5"),
         (["train", "--resume", "--lr", "1"], "leave out lr"),
-        (["train", "--resume"], "headwise-gpt: holds no checkpoint.safetensors"),
+        (["train", "--resume"], "headwise-gpt does not contain checkpoint.safetensors"),
         (["generate"], "Missing argument 'PROMPT"),
-        (["generate", "a", "--model", "gone"], "gone: no such folder"),
+        (["generate", "a", "--model", "gone"], "gone does not exist"),
     ],
 )
 def test_bad_input_is_one_line(

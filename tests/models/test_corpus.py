@@ -114,7 +114,7 @@ def test_the_vocabulary_is_as_asked_and_learnt_alike_each_time(tokenizer) -> Non
 
 def test_a_text_needs_two_tokens(tokenizer) -> None:
     assert len(corpus.encode(tokenizer, "xy")) == 2
-    with pytest.raises(TextError, match=re.escape("note.txt: 1 token(s) long, and at least 2")):
+    with pytest.raises(TextError, match=re.escape("note.txt must have at least 2 tokens, got 1")):
         corpus.encode(tokenizer, "x", "note.txt")
 
 
@@ -146,7 +146,7 @@ def test_repeats_draw_every_period_and_every_token() -> None:
     assert (two | three).all()
     assert two.any()
     assert three.any()
-    with pytest.raises(ValueError, match="shortest may not exceed longest"):
+    with pytest.raises(ValueError, match="shortest must not exceed longest"):
         corpus.repeated_tokens(1, 5, 7, generator, shortest=4, longest=3)
 
 

@@ -281,23 +281,27 @@ def test_no_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1, 53]], {}, "prompt 0 holds id 53, outside the vocabulary of 53"),
         ([[-1]], {}, "prompt 0 holds id -1"),
-        ([[1] * 41], {}, "prompt 0 is 41 tokens long, and the model's context of 41 leaves no"),
-        ("text", {}, "must be a list, one entry a row"),
-        (["text"], {}, "prompt 'text' is text and needs a tokenizer"),
-        ([[1]], {"stop": ["a"]}, r"stop=['a'] needs a tokenizer"),
-        ([1, 2], {}, "prompt 1: must be a text, or a list of token ids"),
-        ([[1.5]], {}, "prompt [1.5]: must be a text, or a list of token ids"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
-        ([[1]], {"seed": 0.5}, "seed=0.5: must be a whole number"),
-        ([[1]], {"stop": [3]}, "must be a list of strings, none of them empty"),
-        ([[1]], {"top_p": "0.5"}, "top_p='0.5': must be a number"),
-        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5: must be a whole number"),
-        ([[1]], {"top_k": "3"}, "top_k='3': must be a whole number"),
-        ([[1]], {"temperature": -0.1}, "temperature=-0.1: must be 0 (greedy) or at least 0.001"),
-        ([[1]], {"temperature": float("nan")}, "temperature=nan: must be 0"),
-        ([[1]], {"top_k": 0}, "top_k=0: must be at least 1"),
-        ([[1]], {"top_p": 0.0}, "top_p=0.0: must be above 0"),
-        ([[1]], {"min_p": 1.1}, "min_p=1.1: must be from 0 to 1"),
+        ([[1] * 41], {}, "prompt 0 has 41 tokens, and the model's context of 41 leaves no"),
+        ("text", {}, "must be a list with one entry per row"),
+        (["text"], {}, "prompt 'text' is text and requires a tokenizer"),
+        ([[1]], {"stop": ["a"]}, r"stop=['a'] requires a tokenizer"),
+        ([1, 2], {}, "a prompt must be a text or a list of token ids, got 1"),
+        ([[1.5]], {}, "a prompt must be a text or a list of token ids, got [1.5]"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[1]], {"seed": 0.5}, "seed must be an integer, got 0.5"),
+        ([[1]], {"stop": [3]}, "must be a list of non-empty strings"),
+        ([[1]], {"top_p": "0.5"}, "top_p must be a number, got '0.5'"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+        ([[1]], {"top_k": "3"}, "top_k must be an integer, got '3'"),
+        (
+            [[1]],
+            {"temperature": -0.1},
+            "temperature must be 0 (greedy) or at least 0.001, got -0.1",
+        ),
+        ([[1]], {"temperature": float("nan")}, "temperature must be 0"),
+        ([[1]], {"top_k": 0}, "top_k must be at least 1, got 0"),
+        ([[1]], {"top_p": 0.0}, "top_p must be above 0"),
+        ([[1]], {"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
     ],
 )
 def test_bad_calls_are_named_at_once(prompts: Any, options: dict[str, Any], message: str) -> None:
@@ -306,7 +310,7 @@ def test_bad_calls_are_named_at_once(prompts: Any, options: dict[str, Any], mess
 
 
 def test_an_empty_stop_string(tokenizer) -> None:
-    with pytest.raises(ValueError, match="none of them empty"):
+    with pytest.raises(ValueError, match="non-empty strings"):
         stream(model_of(), [[1]], stop=["a", ""], tokenizer=tokenizer)
 
 

@@ -174,7 +174,7 @@ def test_a_folder_in_use(text: str, tmp_path: Path) -> None:
     config = replace(TINY, texts=(text,), steps=2)
     folder = tmp_path / "model"
     train(folder, config)
-    with pytest.raises(FolderError, match=r"is not empty; go on with its run \(--resume\)"):
+    with pytest.raises(FolderError, match=r"is not empty; continue its run \(--resume\)"):
         train(folder, config)
     before = tensors(folder)
     train(folder, replace(config, steps=3), overwrite=True)
@@ -182,7 +182,7 @@ def test_a_folder_in_use(text: str, tmp_path: Path) -> None:
     assert not torch.equal(
         before["weight.transformer.ln_f.weight"], tensors(folder)["weight.transformer.ln_f.weight"]
     )
-    with pytest.raises(ValueError, match="give no others"):
+    with pytest.raises(ValueError, match="config must be None"):
         train(folder, config, resume=True)
     with pytest.raises(FolderError, match="is a file"):
         train(Path(text), config)
@@ -208,13 +208,13 @@ def test_resuming_a_finished_run_changes_nothing(text: str, tmp_path: Path) -> N
 
 
 def test_runs_that_cannot_be_resumed(text: str, tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match="holds no checkpoint"):
+    with pytest.raises(FolderError, match="does not contain checkpoint"):
         train(tmp_path / "nowhere", resume=True)
     folder = tmp_path / "m"
     train(folder, replace(TINY, texts=(text,), steps=4), stop_after=2)
     words = Path(text).read_text()
     Path(text).write_text(words.replace("is", "was", 1))
-    with pytest.raises(FolderError, match="the text is not the one this run began with"):
+    with pytest.raises(FolderError, match="the text differs from that of this run"):
         train(folder, resume=True)
     Path(text).write_text(words)
     whole = (folder / checkpoint.CHECKPOINT).read_bytes()
@@ -231,14 +231,14 @@ def test_a_checkpoint_of_another_version(text: str, tmp_path: Path) -> None:
     run.save(tmp_path / "m")
     about = {"step": 0, "settings": {"unheard_of": 1}, "text": run.fingerprint}
     checkpoint.write(tmp_path / "m", run.model, run.optimizer, about)
-    with pytest.raises(FolderError, match="made by another version"):
+    with pytest.raises(FolderError, match="written by another version"):
         train(tmp_path / "m", resume=True)
 
 
 def test_texts_that_are_too_short(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("a b c d e")
-    with pytest.raises(TextError, match=r"tokens to train on, and context=13 needs 14"):
+    with pytest.raises(TextError, match=r"tokens to train on, but context=13 needs 14"):
         train(tmp_path / "m", replace(TINY, texts=(str(path),)))
     assert not (tmp_path / "m").exists()
     with pytest.raises(TextError, match="no such file"):
@@ -255,45 +255,45 @@ def test_texts_that_are_too_short(tmp_path: Path) -> None:
         ("context", 3, "at least 4"),
         ("lr", 0.0, "above 0"),
         ("dropout", 1.0, "at least 0 and below 1"),
-        ("repeats", 1.5, "from 0 to 1"),
+        ("repeats", 1.5, "between 0 and 1"),
         ("held_out", 0.0, "between 0 and 1"),
         ("dtype", "float16", "auto, float32 or bfloat16"),
     ],
 )
 def test_settings_out_of_range(setting: str, value: float | str, rule: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting}={value!r}: must be {rule}"):
+    with pytest.raises(ValueError, match=f"{setting} must be {rule}, got {value!r}"):
         replace(TINY, **{setting: value})
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "rule"),
     [
-        ("steps", 2.5, "not a whole number"),
-        ("batch", True, "not a whole number"),
-        ("seed", "1", "not a whole number"),
-        ("lr", "0.1", "not a float"),
-        ("sinusoids", 1, "not a bool"),
-        ("device", 3, "not a str"),
-        ("texts", "notes.txt", "must be a list of files"),
+        ("steps", 2.5, "a whole number"),
+        ("batch", True, "a whole number"),
+        ("seed", "1", "a whole number"),
+        ("lr", "0.1", "a float"),
+        ("sinusoids", 1, "a bool"),
+        ("device", 3, "a str"),
+        ("texts", "notes.txt", "a list of files"),
     ],
 )
 def test_settings_of_another_kind(setting: str, value: Any, rule: str, unchecked: None) -> None:
-    with pytest.raises(ValueError, match=f"{setting}={value!r}: {rule}"):
+    with pytest.raises(ValueError, match=f"{setting} must be {rule}, got {value!r}"):
         replace(TINY, **{setting: value})
 
 
 def test_sizes_of_another_kind(unchecked: None) -> None:
-    with pytest.raises(ValueError, match=r"n_layer=2\.5: not a whole number"):
+    with pytest.raises(ValueError, match=r"n_layer must be a whole number, got 2\.5"):
         GPTConfig(n_layer=2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="resid_pdrop='0': not a float"):
+    with pytest.raises(ValueError, match="resid_pdrop must be a float, got '0'"):
         GPTConfig(resid_pdrop="0")  # type: ignore[arg-type]
 
 
 def test_devices(text: str) -> None:
-    with pytest.raises(ValueError, match="device='abacus': must be auto, cpu or cuda"):
+    with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'abacus'"):
         Run(replace(TINY, texts=(text,), device="abacus"))
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="this PyTorch sees no CUDA device"):
+        with pytest.raises(ValueError, match="PyTorch finds no CUDA device"):
             Run(replace(TINY, texts=(text,), device="cuda"))
 
 

@@ -123,11 +123,11 @@ def test_bad_input_of_all_ranks_is_said_once(text: str, tmp_path: Path) -> None:
     ended = world(2, trained, text, str(tmp_path / "gpt"), "ddp", "", 0, 0)
     assert [one.code for one in ended] == [2, 2]
     (told,) = lines(ended)
-    assert "is not empty; go on with its run" in told
+    assert "is not empty; continue its run" in told
     ended = world(2, trained, text, str(tmp_path / "other"), "ddp", "", 0, 0, "--batch", "1")
     assert [one.code for one in ended] == [2, 2]
     (told,) = lines(ended)
-    assert "fewer rows than there are ranks (2)" in told
+    assert "batch must be at least the number of ranks (2)" in told
     assert not (tmp_path / "other").exists()
 
 

@@ -169,7 +169,7 @@ def test_checkpoints_that_are_none(text: str, tmp_path: Path) -> None:
         pointer.write_text(json.dumps(about | wrong))
         refused("damaged or truncated|the text is not the one")
     pointer.write_text(json.dumps(about | {"settings": about["settings"] | {"width": 18}}))
-    refused("its settings call for|larger|sizes")
+    refused("its settings require|larger|sizes")
     pointer.write_text(json.dumps(about))
     shutil.copytree(place, place.parent / "step-9-half")  # of a run that was killed as it saved
     (place.parent / "step-9-half" / checkpoint.COMPLETE).unlink()

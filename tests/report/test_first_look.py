@@ -107,8 +107,8 @@ def test_an_empty_text_is_refused(text: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "./gone"], "gone: no such folder"),
-        (["--model", "."], "holds no config.json"),
+        (["--model", "./gone"], "gone does not exist"),
+        (["--model", "."], "does not contain config.json"),
         (["--device", "tpu"], "--device must be cpu"),
     ],
 )

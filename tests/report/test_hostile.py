@@ -169,49 +169,55 @@ DAMAGED: dict[str, tuple[Spoil, str]] = {
     "infinity": (_weight(ATTENTION, float("inf")), f"{ATTENTION} holds inf"),
     "a flipped bit": (_weight(ATTENTION, -3e38), f"{ATTENTION} holds -3e+38"),
     **{
-        f"weights: {kind}": (_no_file(WEIGHTS, kind), "holds no model.safetensors")
+        f"weights: {kind}": (_no_file(WEIGHTS, kind), "contains neither model.safetensors")
         for kind in ("folder", "pipe", "loop")
     },
     "index of nothing": (_index({}), "lists no weights"),
-    "index of a list": (_index([]), "a JSON object was expected"),
-    "nested index": (_index("[" * 100_000), "no JSON can be read"),
-    "index outside": (_index({"weight_map": {"a": "../good/x"}}), "which is not there"),
-    "index of a number": (_index({"weight_map": {"a": 5}}), "which is not there"),
+    "index of a list": (_index([]), "must contain a JSON object"),
+    "nested index": (_index("[" * 100_000), "not valid JSON"),
+    "index outside": (_index({"weight_map": {"a": "../good/x"}}), "which is missing"),
+    "index of a number": (_index({"weight_map": {"a": 5}}), "which is missing"),
     "index of an escape": (_index({"weight_map": {"a": ESCAPE}}), "names \\x1b[31m\\u202e, which"),
     "index of a surrogate": (_index({"weight_map": {"a": "\ud800"}}), "names \\ud800, which"),
-    "index of a long name": (_index({"weight_map": {"a": "x" * 5000}}), "which is not there"),
+    "index of a long name": (_index({"weight_map": {"a": "x" * 5000}}), "which is missing"),
 }
 """Weights, which `look`, `generate` and `convert` read."""
 
 CONFIGS: dict[str, tuple[Spoil, str]] = {
-    "layers": (_config(n_layer=HUGE), "sizes call for 2,895,000,000,004,170 weights, and the"),
-    "a million layers": (_config(n_layer=10**6), "its sizes call for"),
-    "width": (_config(n_embd=HUGE, n_head=1), "its sizes call for"),
-    "width of thirty digits": (_config(n_embd=3 * 10**30), "its sizes call for"),
-    "vocabulary": (_config(vocab_size=HUGE), "its sizes call for"),
-    "positions": (_config(n_positions=HUGE), "its sizes call for"),
-    "feed-forward": (_config(n_inner=HUGE), "its sizes call for"),
-    "twice the positions": (_config(n_positions=26), "has shape [13, 15], and config.json calls"),
-    "heads": (_config(n_head=HUGE), "does not divide"),
+    "layers": (_config(n_layer=HUGE), "sizes require 2,895,000,000,004,170 weights, but the"),
+    "a million layers": (_config(n_layer=10**6), "its sizes require"),
+    "width": (_config(n_embd=HUGE, n_head=1), "its sizes require"),
+    "width of thirty digits": (_config(n_embd=3 * 10**30), "its sizes require"),
+    "vocabulary": (_config(vocab_size=HUGE), "its sizes require"),
+    "positions": (_config(n_positions=HUGE), "its sizes require"),
+    "feed-forward": (_config(n_inner=HUGE), "its sizes require"),
+    "twice the positions": (
+        _config(n_positions=26),
+        "has shape [13, 15], but config.json requires",
+    ),
+    "heads": (_config(n_head=HUGE), "must be a multiple"),
     "fewer than no layers": (_config(n_layer=-1), "at least 1"),
-    "nested config": (_put(CONFIG, DEEP), "no JSON can be read"),
-    "config of 5,000 digits": (_put(CONFIG, b'{"n_layer":' + b"9" * 5000 + b"}"), "no JSON"),
-    "config of another alphabet": (_put(CONFIG, b'{"a":"\xff"}'), "no JSON can be read"),
-    "config of a list": (_put(CONFIG, b"[]"), "a JSON object was expected"),
-    "empty config": (_put(CONFIG, b""), "no JSON can be read"),
+    "nested config": (_put(CONFIG, DEEP), "not valid JSON"),
+    "config of 5,000 digits": (_put(CONFIG, b'{"n_layer":' + b"9" * 5000 + b"}"), "not valid JSON"),
+    "config of another alphabet": (_put(CONFIG, b'{"a":"\xff"}'), "not valid JSON"),
+    "config of a list": (_put(CONFIG, b"[]"), "must contain a JSON object"),
+    "empty config": (_put(CONFIG, b""), "not valid JSON"),
     "infinite": (_config(layer_norm_epsilon=float("inf")), "between 0 and 1"),
     "escape": (
         _config(activation_function=ESCAPE),
-        "activation_function='\\x1b[31m\\u202e' is not",
+        "got '\\x1b[31m\\u202e'",
     ),
-    **{f"config: {kind}": (_no_file(CONFIG, kind), "holds no config") for kind in ("pipe", "loop")},
-    "empty tokenizer": (_put(TOKENIZER, b""), "no tokenizer can be read"),
-    "tokenizer of a list": (_put(TOKENIZER, b"[]"), "no tokenizer can be read"),
-    "nested tokenizer": (_put(TOKENIZER, DEEP), "no tokenizer can be read"),
-    "tokenizer of another alphabet": (_put(TOKENIZER, b"\xff"), "no tokenizer can be read"),
-    "tokenizer: pipe": (_no_file(TOKENIZER, "pipe"), "holds no tokenizer.json"),
+    **{
+        f"config: {kind}": (_no_file(CONFIG, kind), "does not contain config")
+        for kind in ("pipe", "loop")
+    },
+    "empty tokenizer": (_put(TOKENIZER, b""), "the tokenizer cannot be read"),
+    "tokenizer of a list": (_put(TOKENIZER, b"[]"), "the tokenizer cannot be read"),
+    "nested tokenizer": (_put(TOKENIZER, DEEP), "the tokenizer cannot be read"),
+    "tokenizer of another alphabet": (_put(TOKENIZER, b"\xff"), "the tokenizer cannot be read"),
+    "tokenizer: pipe": (_no_file(TOKENIZER, "pipe"), "does not contain tokenizer.json"),
     "tokens that the model lacks": (_tokenizer({"7": 10**9}), "1000000000"),
-    "negative token": (_tokenizer({"7": -1}), "no tokenizer can be read"),
+    "negative token": (_tokenizer({"7": -1}), "the tokenizer cannot be read"),
 }
 """What `look` and `generate` read besides."""
 
@@ -223,23 +229,26 @@ RUNS: dict[str, tuple[Spoil, str]] = {
     "step below 0": (_saved(lambda t, h: h.update(step="-3")), "damaged or truncated"),
     "settings of a list": (_saved(lambda t, h: h.update(settings="[]")), "damaged"),
     "nested settings": (_saved(lambda t, h: h.update(settings=DEEP.decode())), "damaged"),
-    "layers": (_settings(layers=2**31 - 1), "its sizes call for"),
-    "more layers": (_settings(layers=HUGE), "layers=1000000000000: must be at most 2147483647"),
-    "context": (_settings(context=10**9), "its sizes call for"),
+    "layers": (_settings(layers=2**31 - 1), "its sizes require"),
+    "more layers": (_settings(layers=HUGE), "layers must be at most 2147483647, got 1000000000000"),
+    "context": (_settings(context=10**9), "its sizes require"),
     "batch": (_settings(batch=10**30), "must be at most 2147483647"),
-    "texts": (_settings(texts=5), "texts=5: no list of files"),
-    "rate": (_settings(lr=None), "lr=None: not a float"),
-    "seed": (_settings(seed="a"), "seed='a': not a whole number"),
-    "device": (_settings(device="meta"), "device='meta': holds no numbers"),
+    "texts": (_settings(texts=5), "texts must be a list of files, got 5"),
+    "rate": (_settings(lr=None), "lr must be a float, got None"),
+    "seed": (_settings(seed="a"), "seed must be a whole number, got 'a'"),
+    "device": (_settings(device="meta"), "device='meta' has no values"),
     "a missing tensor": (_saved(lambda t, h: t.pop(LAYER)), f"{LAYER} is missing"),
     "a missing moment": (
         _saved(lambda t, h: t.pop("exp_avg.transformer.ln_f.bias")),
         "exp_avg.transformer.ln_f.bias is missing",
     ),
-    "one tensor too many": (_saved(lambda t, h: t.update(x=torch.ones(1))), "x has no place"),
+    "one tensor too many": (
+        _saved(lambda t, h: t.update(x=torch.ones(1))),
+        "x is not a tensor of the model",
+    ),
     "one number for fifteen": (
         _saved(lambda t, h: t.update({LAYER: torch.ones(1)})),
-        "is torch.float32 of [1], and its settings call for torch.float32 of [15]",
+        "is torch.float32 of [1], but its settings require torch.float32 of [15]",
     ),
     "another dtype": (_saved(lambda t, h: t.update({LAYER: t[LAYER].half()})), "is torch.float16"),
     "not a number": (
@@ -320,7 +329,7 @@ def test_weights_that_overflow_on_the_way_are_named(spoilt: Path) -> None:
     weights[ATTENTION][0, 0] = 1e6
     save_file(weights, spoilt / WEIGHTS)
     assert GPT.from_pretrained(spoilt)
-    with pytest.raises(FolderError, match=f"{ATTENTION} holds inf, which no weight can be"):
+    with pytest.raises(FolderError, match=f"{ATTENTION} contains inf, which is not a valid weight"):
         GPT.from_pretrained(spoilt, dtype=torch.float16)
 
 

@@ -507,7 +507,7 @@ def test_json_is_all_there_is_on_standard_output(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "{tmp}/missing"], "missing: no such folder"),
+        (["--model", "{tmp}/missing"], "missing does not exist"),
         (["--model", "{tmp}"], "config.json"),
         (["--text", "{tmp}/missing.txt"], "missing.txt: no such file"),
         (["--text", "{tmp}"], "is a folder"),

@@ -150,7 +150,9 @@ def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "only safetensors" in refused(
         capsys, one, tmp_path / "x.bin", "--to", "headwise", *heads
     )
-    assert "holds no model.safetensors" in refused(capsys, tmp_path / "full", two, "--to", "gpt2")
+    assert "contains neither model.safetensors" in refused(
+        capsys, tmp_path / "full", two, "--to", "gpt2"
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -223,7 +225,7 @@ def test_the_config_tells_gpt_bigcode_from_nanogpt(
     assert made.keys() == wanted.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
     err = refused(capsys, folder, tmp_path / "b.safetensors", "--to", "torch", "--from", "nanogpt")
-    assert "config.json says that the model is of layout 'gpt_bigcode'" in err
+    assert "according to config.json, the layout is 'gpt_bigcode'" in err
     (folder / "config.json").unlink()
     err = refused(capsys, folder, tmp_path / "b.safetensors", "--to", "torch", "--heads", "3")
     assert "source='nanogpt' or source='gpt_bigcode' (--from)" in err

@@ -3,9 +3,9 @@
 One process writes `checkpoint.safetensors`: the weights, the two moments of AdamW and, in its
 header, the step, the settings and a fingerprint of the text. Nothing in it is pickled.
 
-Several ranks write their shares into `checkpoints/` through PyTorch's DCP: a folder for each
+Several ranks write their shares into `checkpoints/` through PyTorch's DCP: one directory per
 checkpoint, and `latest.json` with the name of the last complete one. DCP writes `.metadata` when
-the files of all ranks are on the disk; then `latest.json` is replaced and older folders are
+the files of all ranks are on the disk; then `latest.json` is replaced and older directories are
 removed. Tensors have the names of `checkpoint.safetensors`. `.metadata` is pickled: opening one
 from an untrusted source can run code.
 
@@ -39,7 +39,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 ShapeAndDtype = tuple[list[int], torch.dtype]
 OnFirstRank = Callable[[Callable[[], Any]], Any]
-"""A function that calls its argument on the first rank, for all of them."""
+"""A function that calls its argument on rank 0 on behalf of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ class Checkpoint:
             for name, parameter in model.named_parameters()
         }
         for name in sorted(expected.keys() ^ self.held.keys()):
-            fault = "is missing" if name in expected else "has no place in the model"
+            fault = "is missing" if name in expected else "is not a tensor of the model"
             raise FolderError(f"{self.path}: {name} {fault}; start a new run")
         for name, (shape, dtype) in self.held.items():
             if (shape, dtype) != expected[name]:
                 raise FolderError(
-                    f"{self.path}: {name} is {dtype} of {shape}, and its settings call for "
+                    f"{self.path}: {name} is {dtype} of {shape}, but its settings require "
                     f"{expected[name][1]} of {expected[name][0]}; start a new run"
                 )
 
 
 def newest(folder: Path) -> Checkpoint:
-    """Open the checkpoint of a folder, of one process or of several: the one with more steps.
+    """Open the checkpoint in a folder, from one process or several: the one with more steps.
 
     Raises:
-        FolderError: there is none, or it is damaged.
+        FolderError: the checkpoint is missing or damaged.
     """
     if not (folder / FOLDER / POINTER).is_file():
         return read(folder)
@@ -129,7 +129,7 @@ def fingerprint(*ids: Tensor) -> str:
 def write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]
 ) -> None:
-    """Write the checkpoint of one process; it replaces the previous one whole or not at all.
+    """Write the checkpoint of one process; it replaces the previous one completely or not at all.
 
     Args:
         about: the step, the settings and the text's fingerprint.
@@ -147,13 +147,13 @@ def read(folder: Path) -> Checkpoint:
     """Read the checkpoint of one process.
 
     Raises:
-        FolderError: there is none, or it is damaged.
+        FolderError: the checkpoint is missing or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     path = folder / CHECKPOINT
     if not path.is_file():
-        raise FolderError(f"{folder}: holds no {CHECKPOINT}, so there is no run to resume")
+        raise FolderError(f"{folder} does not contain {CHECKPOINT}, so there is no run to resume")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -174,7 +174,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that every rank has like `like`, without communication."""
+    """Shard a tensor that every rank has in the same way as `like`, without communication."""
     if not hasattr(like, "device_mesh"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -194,7 +194,7 @@ def write_sharded(
     about: Mapping[str, Any],
     on_first: OnFirstRank,
 ) -> None:
-    """Write a checkpoint, each rank its share; it becomes valid once it is complete on the disk.
+    """Write the share of each rank; the checkpoint becomes valid once it is complete on the disk.
 
     Args:
         about: the step, the settings and the text's fingerprint.
@@ -210,7 +210,7 @@ def write_sharded(
     try:
         save(tensors_of(model, optimizer), storage_writer=FileSystemWriter(place))
     except CheckpointException as error:
-        raise FolderError(f"{place}: cannot be written, {_first_line(error)}") from None
+        raise FolderError(f"{place} cannot be written: {_first_line(error)}") from None
     on_first(lambda: _point_to(place, about))
 
 
@@ -225,7 +225,7 @@ def _new_place(folder: Path, step: int) -> Path:
     try:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FolderError(f"{folder}: cannot be written, {error.strerror}") from None
+        raise FolderError(f"{folder} cannot be written: {error.strerror}") from None
     return folder / FOLDER / f"step-{step}-{secrets.token_hex(4)}"
 
 
@@ -241,14 +241,14 @@ def _point_to(place: Path, about: Mapping[str, Any]) -> None:
         os.replace(part, pointer)
         _flush(place.parent)
     except OSError as error:
-        raise FolderError(f"{pointer}: cannot be written, {error.strerror}") from None
+        raise FolderError(f"{pointer} cannot be written: {error.strerror}") from None
     for other in place.parent.iterdir():
         if other not in (place, pointer):
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
-    """Flush the names in a folder to the disk, if the system supports it."""
+    """Flush a directory's entries to the disk, if the system supports it."""
     if os.name != "posix":
         return
     file = os.open(folder, os.O_RDONLY)

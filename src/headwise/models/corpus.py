@@ -51,8 +51,7 @@ def manual_topics() -> dict[str, str]:
         from pydoc_data.topics import topics
     except ImportError:
         raise TextError(
-            "this Python carries no manual (pydoc_data.topics is missing): "
-            "name a text file of your own"
+            "this Python has no manual (pydoc_data.topics is missing); name a text file of your own"
         ) from None
     return {name: topics[name].replace("\r\n", "\n") for name in sorted(topics)}
 
@@ -86,7 +85,7 @@ def manual(held_out: float = 0.1) -> Corpus:
         tuple(topics[name] for name in kept),
         f"the manual of CPython {version} (pydoc_data.topics)",
         f"the last {len(kept)} of {len(names)} topics by name "
-        f"({kept[0]} to {kept[-1]}) are held out, and their paragraphs struck from the rest",
+        f"({kept[0]} to {kept[-1]}) are held out, and their paragraphs are removed from the others",
     )
 
 
@@ -94,7 +93,7 @@ def manual_passage(topic: str = "with") -> str:
     """Return one topic of the manual; the default is one that `manual` holds out.
 
     Raises:
-        TextError: there is no such topic.
+        TextError: the topic does not exist.
 
     >>> manual_passage().startswith("The")
     True
@@ -132,7 +131,7 @@ def read_text(path: str | Path) -> str:
     """Read the text of a file, or of standard input for `-`.
 
     Raises:
-        TextError: it is missing, a folder, empty (white space counts as nothing) or not UTF-8.
+        TextError: it is missing, a directory, empty (or only white space) or not UTF-8.
     """
     name = "standard input" if str(path) == "-" else str(path)
     try:
@@ -140,9 +139,9 @@ def read_text(path: str | Path) -> str:
     except FileNotFoundError:
         raise TextError(f"{name}: no such file") from None
     except IsADirectoryError:
-        raise TextError(f"{name}: is a folder, and a text file was expected") from None
+        raise TextError(f"{name} is a directory, not a text file") from None
     except OSError as error:
-        raise TextError(f"{name}: cannot be read ({error.strerror})") from None
+        raise TextError(f"{name} cannot be read: {error.strerror}") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,9 +163,7 @@ def encode(tokenizer: "Tokenizer", text: str, name: str = "the text") -> list[in
     must_be_text(text, name)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) < 2:
-        raise TextError(
-            f"{name}: {len(ids)} token(s) long, and at least 2 are needed; give a longer text"
-        )
+        raise TextError(f"{name} must have at least 2 tokens, got {len(ids)}; use a longer text")
     return ids
 
 
@@ -177,7 +174,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     give fewer than `vocab_size` tokens.
 
     Raises:
-        ValueError: `vocab_size` is below 257, the bytes and the end of a text.
+        ValueError: `vocab_size` is below 257 (256 bytes and the end of a text).
 
     >>> tokenizer = train_tokenizer(["no no no, yes yes"], vocab_size=260)
     >>> tokenizer.decode(tokenizer.encode("no, naïve").ids)
@@ -204,14 +201,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def join(tokenizer: "Tokenizer", texts: Iterable[str]) -> Int[Tensor, " N"]:
-    """Encode texts as one row of ids, each closed by `<|endoftext|>`.
+    """Encode texts as one row of ids, each ended by `<|endoftext|>`.
 
     Raises:
         TextError: the tokenizer has no such token.
     """
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
-        raise TextError(f"the tokenizer has no {END_OF_TEXT}, which closes every text")
+        raise TextError(f"the tokenizer has no {END_OF_TEXT}, which must end every text")
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False):
         ids += encoding.ids
@@ -241,7 +238,7 @@ def repeated_tokens(
     if not 1 <= shortest <= longest:
         raise ValueError(
             f"repeated_tokens(shortest={shortest}, longest={longest}): a period has at least one "
-            f"token and shortest may not exceed longest"
+            f"token, and shortest must not exceed longest"
         )
     periods = torch.randint(shortest, longest + 1, (rows, 1), generator=generator)
     blocks = torch.randint(1, vocab_size, (rows, longest), generator=generator)
@@ -259,8 +256,8 @@ def bigram_loss(train: Int[Tensor, " N"], inputs: Tensor, targets: Tensor, vocab
     """Return the mean loss, in nats per token, of a bigram model of `train`: `targets` after
     `inputs`.
 
-    Interpolated Kneser–Ney (Kneser and Ney 1995; Chen and Goodman 1999, eq. 21), with the
-    discount `n1 / (n1 + 2·n2)` and a uniform fallback; the strongest bigram in common use.
+    The model is interpolated Kneser–Ney (Kneser and Ney 1995; Chen and Goodman 1999, eq. 21) with
+    the discount `n1 / (n1 + 2·n2)` and a uniform fallback, the strongest bigram in common use.
     """
     pairs, counts = torch.unique(train[:-1] * vocab + train[1:], return_counts=True)
     counts = counts.double()
@@ -290,10 +287,10 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _words(text: str) -> str:
-    """Return a paragraph without its layout, to compare quotations at any indentation."""
+    """Return a paragraph with normalized white space, to compare quotations."""
     return " ".join(text.split())
 
 
 def _check_share(held_out: float) -> None:
     if not 0 < held_out < 1:
-        raise TextError(f"held_out={held_out}: the share held out lies between 0 and 1")
+        raise TextError(f"held_out must be between 0 and 1, got {held_out}")

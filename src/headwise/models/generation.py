@@ -44,8 +44,8 @@ class Piece:
     """One new token of one row.
 
     `text` is the text that has become final since the previous piece of the row: incomplete
-        characters
-    and a possible start of a stop string are held back. `done` is set in the last piece of a row.
+    characters and a possible start of a stop string are held back. `done` is set in the last piece
+    of a row.
     """
 
     row: int
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling the next token. Temperature 0 takes the most likely one.
+    """Parameters for sampling the next token. Temperature 0 selects the most likely token.
 
     The filters apply in the order of the fields, each to the result of the previous one, as in
     `transformers`. `top_k` keeps the k most likely tokens; `top_p` the smallest set of most likely
@@ -75,17 +75,17 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
             if (value := getattr(self, name)) is not None and real(value) is None:
-                raise ValueError(f"{name}={format_value(value)}: must be a number")
+                raise ValueError(f"{name} must be a number, got {format_value(value)}")
         if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature={self.temperature}: must be 0 (greedy) or at least 0.001"
+                f"temperature must be 0 (greedy) or at least 0.001, got {self.temperature}"
             )
         if self.top_k is not None:
             _check_count("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p}: must be from 0 to 1")
+            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
 
     def filtered(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Return logits to sample from, in float32; −inf for tokens that a filter removes.
@@ -126,8 +126,8 @@ class Sampling:
 
 def _check_count(name: str, value: object) -> None:
     if (count := as_int(value)) is None or count < 1:
-        rule = "a whole number" if count is None else "at least 1"
-        raise ValueError(f"{name}={format_value(value)}: must be {rule}")
+        rule = "an integer" if count is None else "at least 1"
+        raise ValueError(f"{name} must be {rule}, got {format_value(value)}")
 
 
 def generate(
@@ -155,18 +155,18 @@ def generate(
     Args:
         model: any `GPT`.
         prompts: texts (with `tokenizer`), or rows of token ids.
-        max_new_tokens: the maximal number of new tokens in a row.
+        max_new_tokens: the maximum number of new tokens in a row.
         temperature, top_k, top_p, min_p: as in `Sampling`; greedy by default.
         seed: the seed of sampling.
         stop: strings that end a row; they require a tokenizer and may span tokens.
-        tokenizer: turns ids into text.
-        use_cache: keep keys and values; without a cache, every token runs the whole row again, with
-            the same result.
-        on_piece: called with every new token (`stream` is the same as an iterator).
+        tokenizer: converts ids to text.
+        use_cache: cache keys and values; without a cache, every token recomputes the whole row,
+            with the same result.
+        on_piece: called with every new token (`stream` is the iterator form).
 
     Raises:
-        ValueError: no prompt, an empty one, one that fills the context, ids outside the
-            vocabulary, a setting out of its range, text or `stop` without a tokenizer.
+        ValueError: no prompt, an empty prompt, a prompt that fills the context, ids outside the
+            vocabulary, a setting out of range, or text or `stop` without a tokenizer.
 
     >>> from headwise.models import GPTConfig
     >>> model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
@@ -210,7 +210,7 @@ def stream(
 ) -> Iterator[Piece]:
     """Generate token by token: `generate` as an iterator of `Piece`.
 
-    Arguments are checked at once, before the first piece is generated.
+    Arguments are checked immediately, before the first piece is generated.
 
     Raises:
         ValueError: as `generate`.
@@ -218,11 +218,11 @@ def stream(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     _check_count("max_new_tokens", max_new_tokens)
     if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
-        raise ValueError(f"stop={stop!r}: must be a list of strings, none of them empty")
+        raise ValueError(f"stop must be a list of non-empty strings, got {stop!r}")
     if stop and tokenizer is None:
-        raise ValueError(f"stop={list(stop)!r} needs a tokenizer, to know the text")
+        raise ValueError(f"stop={list(stop)!r} requires a tokenizer")
     if as_int(seed) is None:
-        raise ValueError(f"seed={format_value(seed)}: must be a whole number")
+        raise ValueError(f"seed must be an integer, got {format_value(seed)}")
     rows = []
     for number, ids in enumerate(_as_ids(prompts, tokenizer)):
         room = _room(model, number, ids)
@@ -231,7 +231,7 @@ def stream(
         limit = min(max_new_tokens, room)
         rows.append(_Row(number, ids, limit, last_reason, generator, tokenizer, tuple(stop)))
     if not rows:
-        raise ValueError("prompts is empty: give at least one")
+        raise ValueError("prompts must contain at least one prompt, got none")
     return _run(model, rows, sampling, use_cache)
 
 
@@ -301,7 +301,7 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
     while rows:
         logits = _next_logits(model, rows, cache)
         if logits.isnan().any():
-            raise ValueError("the model's logits are NaN: its weights hold NaN, or overflow")
+            raise ValueError("the model's logits are NaN: its weights are NaN or overflow")
         chosen = sampling.choose(logits, [row.generator for row in rows])
         running = []
         for index, (row, id) in enumerate(zip(rows, chosen, strict=True)):
@@ -319,7 +319,7 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
 def _next_logits(
     model: GPT, rows: Sequence[_Row], cache: list[KVCache] | None
 ) -> Float[Tensor, "B V"]:
-    """Compute the logits after the last token of each row; with a filled cache only that runs."""
+    """Compute the logits after the last token of each row; a filled cache runs only that token."""
     device = model.transformer.wte.weight.device
     lengths = torch.tensor([len(row.ids) for row in rows])
     past = cache[0].length if cache is not None else 0
@@ -341,7 +341,7 @@ def _next_logits(
 
 @contextlib.contextmanager
 def _evaluating(model: GPT) -> Iterator[None]:
-    """Disable dropout, and restore it: a caller may train between two tokens."""
+    """Disable dropout, then restore it, because a caller may train between two tokens."""
     if not model.training:
         yield
         return
@@ -362,17 +362,17 @@ def _as_ids(
     prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: Tokenizer | None
 ) -> Iterator[list[int]]:
     if isinstance(prompts, str):
-        raise ValueError(f"prompts={prompts!r}: must be a list, one entry a row")
+        raise ValueError(f"prompts must be a list with one entry per row, got {prompts!r}")
     for prompt in prompts:
         if not isinstance(prompt, str):
             try:
                 yield [operator.index(id) for id in prompt]
             except TypeError:
                 raise ValueError(
-                    f"prompt {format_value(prompt)}: must be a text, or a list of token ids"
+                    f"a prompt must be a text or a list of token ids, got {format_value(prompt)}"
                 ) from None
         elif tokenizer is None:
-            raise ValueError(f"prompt {prompt!r} is text and needs a tokenizer; or give token ids")
+            raise ValueError(f"prompt {prompt!r} is text and requires a tokenizer; else pass ids")
         else:
             must_be_text(prompt, f"prompt {prompt!r}")
             yield tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -382,13 +382,13 @@ def _room(model: GPT, number: int, ids: Sequence[int]) -> int:
     """Return the number of tokens that fit after the prompt."""
     vocab, context = model.config.vocab_size, model.config.n_positions
     if not ids:
-        raise ValueError(f"prompt {number} is empty: give at least one token to go on from")
+        raise ValueError(f"prompt {number} must have at least one token, got none")
     for id in ids:
         if not 0 <= id < vocab:
-            raise ValueError(f"prompt {number} holds id {id}, outside the vocabulary of {vocab}")
+            raise ValueError(f"prompt {number} contains id {id}, outside the vocabulary of {vocab}")
     if len(ids) >= context:
         raise ValueError(
-            f"prompt {number} is {len(ids)} tokens long, and the model's context of {context} "
+            f"prompt {number} has {len(ids)} tokens, and the model's context of {context} "
             f"leaves no room after it; shorten the prompt"
         )
     return context - len(ids)

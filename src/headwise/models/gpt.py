@@ -1,7 +1,7 @@
-"""GPT-2 on `MultiHeadAttention`, under the names that Hugging Face gives its parts.
+"""GPT-2 built on `MultiHeadAttention`, with Hugging Face's names.
 
-A small model to train, to load and to look at; `GPT.from_pretrained` reads a Hugging Face folder
-and `save_pretrained` writes one that `transformers` reads back. Source: Radford et al. 2019.
+A small model to train, load and inspect. `GPT.from_pretrained` reads a Hugging Face folder, and
+`save_pretrained` writes one that `transformers` can read. Source: Radford et al. 2019.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "pruned_heads": ({}, None),
 }
-"""Keys of a GPT-2 config that are not supported, with the values that have no effect.
+"""Unsupported keys of a GPT-2 config, with the values that have no effect.
 
 `reorder_and_upcast_attn` changes only rounding: scores are summed in float32 here in any case.
 """
@@ -78,10 +78,10 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT-2, named and defaulted as in Hugging Face's `config.json`.
+    """The sizes of a GPT-2, with the names and defaults of Hugging Face's `config.json`.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an activation that is not offered.
+        ValueError: the sizes are inconsistent, or the activation is not supported.
 
     >>> GPTConfig(n_embd=12, n_head=3).inner
     48
@@ -109,21 +109,22 @@ class GPTConfig:
         check_types(self)
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "inner"):
             if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name.replace('inner', 'n_inner')}={size}: must be at least 1")
+                name = name.replace("inner", "n_inner")
+                raise ValueError(f"{name} must be at least 1, got {size}")
         if self.n_embd % self.n_head:
             raise ValueError(
-                f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads"
+                f"n_embd must be a multiple of n_head={self.n_head}, got {self.n_embd}"
             )
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         for name in ("layer_norm_epsilon", "initializer_range"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be between 0 and 1")
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if self.activation_function not in ACTIVATIONS:
             raise ValueError(
-                f"activation_function={self.activation_function!r} is not offered; "
-                f"one of {', '.join(ACTIVATIONS)} is"
+                f"activation_function must be one of {', '.join(ACTIVATIONS)}, "
+                f"got {self.activation_function!r}"
             )
 
     @property
@@ -133,7 +134,7 @@ class GPTConfig:
 
     @property
     def weights(self) -> int:
-        """The number of parameters; a tied head counts once."""
+        """The number of parameters; a tied head is counted once."""
         e, inner = self.n_embd, self.inner
         block = 4 * e + (4 * e * e + 4 * e) + (2 * e * inner + inner + e)
         head = 0 if self.tie_word_embeddings else self.vocab_size * e
@@ -144,11 +145,11 @@ class GPTConfig:
         """Read a Hugging Face config; keys that do not change the function are ignored.
 
         Raises:
-            FolderError: another architecture, or an option that is not supported.
+            FolderError: the architecture or an option is not supported.
         """
         kind = config.get("model_type")
         if kind != "gpt2":
-            raise FolderError(f"{where}: model_type is {kind!r}, and only 'gpt2' can be read")
+            raise FolderError(f"{where}: model_type must be 'gpt2', got {kind!r}")
         for key, harmless in _MUST_BE.items():
             if key in config and config[key] not in harmless:
                 raise FolderError(f"{where}: {key}={config[key]!r} is not supported")
@@ -158,7 +159,7 @@ class GPTConfig:
             raise FolderError(f"{where}: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the config as Hugging Face writes it."""
+        """Return the config in Hugging Face's format."""
         return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **asdict(self)}
 
 
@@ -166,7 +167,7 @@ def check_types(config: Any) -> None:
     """Check the fields of a frozen dataclass against their defaults; turn integers into floats.
 
     Raises:
-        ValueError: a value of another type.
+        ValueError: a value has the wrong type.
     """
     for field in fields(config):
         name, default, value = field.name, field.default, getattr(config, field.name)
@@ -175,21 +176,21 @@ def check_types(config: Any) -> None:
             fits, kind = isinstance(value, type(default)), type(default).__name__
         elif isinstance(default, float):
             fits, kind = number or isinstance(value, float), "float"
-            if number:  # JSON writes 0.0 as 0
+            if number:  # JSON may contain 0 for 0.0
                 object.__setattr__(config, name, float(value))
         elif default is None or as_int(default) is not None:
             fits, kind = number or (value is None and default is None), "whole number"
         else:
             continue
         if not fits:
-            raise ValueError(f"{name}={value!r}: not a {kind}")
+            raise ValueError(f"{name} must be a {kind}, got {value!r}")
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Conv1D(nn.Module):
-    """`nn.Linear` with its weight as GPT-2 stores it, `[in, out]`."""
+    """`nn.Linear` with its weight in GPT-2's orientation, `[in, out]`."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class Conv1D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weights with deviation 0.02, biases with 0."""
+        """Initialize weights with standard deviation 0.02, and biases with 0."""
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 
@@ -226,7 +227,7 @@ class GPT2Attention(MultiHeadAttention):
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if context is not None:
-            raise ValueError("GPT2Attention attends to its own input; it takes no context")
+            raise ValueError("GPT2Attention is self-attention; it does not take a context")
         q, k, v = self.c_attn(x).split(self.num_heads * self.head_dim, dim=-1)
         return self._heads(q), self._heads(k), self._heads(v)
 
@@ -253,7 +254,7 @@ class MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention and feed-forward, each on a normalised copy and added to the stream."""
+    """Attention and feed-forward, each of a normalized input and added to the residual stream."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -294,7 +295,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 with its language-modelling head.
+    """GPT-2 with its language-modeling head.
 
     Weights start as in GPT-2: normal with `initializer_range`, the projections into the residual
     stream smaller by `sqrt(2 · n_layer)`, biases 0.
@@ -340,11 +341,12 @@ class GPT(nn.Module):
             ids: token ids.
             cache: one `KVCache` per layer (`new_cache()`), appended to in place.
             mask: a mask besides `Causal()`, for example `Padding(lengths, side="left")`.
-            positions: rows of the position table; by default they count on from the cache.
+            positions: rows of the position table; by default they continue after the cache.
 
         Raises:
-            ValueError: more positions than the model has; ids outside the vocabulary (checked on
-                the CPU, where it costs nothing); a cache of another number of layers.
+            ValueError: there are more positions than the model has; ids are outside the vocabulary
+                (checked only on the CPU, where it is cheap); or the cache has a different number of
+                layers.
         """
         return self.lm_head(self._hidden(ids, cache, mask, positions))
 
@@ -368,17 +370,17 @@ class GPT(nn.Module):
     ) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in _IDS:
             raise ValueError(
-                f"GPT(ids {format_value(ids)}): token ids are whole numbers [B, T], "
+                f"GPT(ids {format_value(ids)}): token ids must be integers [B, T], "
                 f"of torch.int64 or "
                 f"int32; one row alone is ids[None]"
             )
         if not ids.shape[1]:
-            raise ValueError(f"GPT(ids {list(ids.shape)}): give at least one token a row")
+            raise ValueError(f"GPT(ids {list(ids.shape)}): each row must have at least one token")
         self._check_ids(ids)
         if cache is not None and len(cache) != self.config.n_layer:
             raise ValueError(
-                f"cache has {len(cache)} parts and the model {self.config.n_layer} layers; "
-                f"make it with model.new_cache()"
+                f"cache has {len(cache)} parts but the model {self.config.n_layer} layers; "
+                f"create it with model.new_cache()"
             )
         if positions is None:
             start = cache[0].length if cache is not None else 0
@@ -390,7 +392,7 @@ class GPT(nn.Module):
         marks = [part.mark() for part in cache or ()]
         try:
             return self.transformer(ids, positions, full, cache)
-        except BaseException:  # no layer may keep tokens that another has not seen
+        except BaseException:  # all layers must cache the same tokens
             for part, mark in zip(cache or (), marks, strict=True):
                 part.rewind(mark)
             raise
@@ -410,7 +412,7 @@ class GPT(nn.Module):
         """Read a Hugging Face GPT-2 folder; the model is in evaluation mode.
 
         Raises:
-            FolderError: the folder is missing or damaged, or holds something else.
+            FolderError: the folder is missing or damaged, or is not a GPT-2 model.
         """
         where = Path(folder) / CONFIG
         config = GPTConfig.from_json(read_config(folder), str(where))
@@ -436,7 +438,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Write a folder for `from_pretrained` and `transformers`; each file whole or not at all.
+        """Write a folder for `from_pretrained` and `transformers`; files are written completely.
 
         Raises:
             FolderError: the folder cannot be written.
@@ -456,14 +458,14 @@ class GPT(nn.Module):
         low, high = (int(end) for end in ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(
-                f"ids from {low} to {high} in a model of {self.config.vocab_size} tokens: "
-                f"the text was encoded with another tokenizer"
+                f"ids must be below vocab_size={self.config.vocab_size}, got {low} to {high}; "
+                f"was the text encoded with another tokenizer?"
             )
 
     def _check_context(self, end: int) -> None:
         if end > self.config.n_positions:
             raise ValueError(
-                f"{end} tokens are longer than the model's context of {self.config.n_positions}; "
+                f"{end} tokens exceed the model's context of {self.config.n_positions}; "
                 f"shorten the text"
             )
 
@@ -486,24 +488,24 @@ def load(folder: str | Path) -> tuple[GPT, Tokenizer]:
     """Read a model and its tokenizer from a Hugging Face GPT-2 folder.
 
     Raises:
-        FolderError: the folder is missing or damaged, or holds something else.
+        FolderError: the folder is missing or damaged, or is not a GPT-2 model.
     """
     model, tokenizer = GPT.from_pretrained(folder), read_tokenizer(folder)
     if tokenizer.get_vocab_size() > model.config.vocab_size:
         raise FolderError(
-            f"{folder}: tokenizer.json has {tokenizer.get_vocab_size()} tokens and the model "
+            f"{folder}: tokenizer.json has {tokenizer.get_vocab_size()} tokens but the model "
             f"{model.config.vocab_size}; they do not belong together"
         )
     return model, tokenizer
 
 
 def builtin() -> Path:
-    """Return the folder of the model that comes with the package."""
+    """Return the folder of the built-in model."""
     return Path(__file__).parent / "builtin"
 
 
 def _stored_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in the folder's files, by their names in the model; none is read."""
+    """Return the tensors in the folder's files by their names in the model, not yet read."""
     found: dict[str, StoredTensor] = {}
     for one in read_headers(weight_files(folder)):
         known = one.name.startswith(("transformer.", "lm_head."))
@@ -511,7 +513,7 @@ def _stored_weights(folder: Path) -> dict[str, StoredTensor]:
         if _MASK_BUFFERS.fullmatch(full):  # in old checkpoints
             continue
         if full in found:
-            raise FolderError(f"{one.path}: {one.name} is stored twice, also in {found[full].path}")
+            raise FolderError(f"{one.path}: {one.name} is also stored in {found[full].path}")
         found[full] = one
     return found
 
@@ -524,27 +526,25 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Read exactly the weights in `shapes`; names and shapes are compared before any is read.
 
-    A head that is stored though it is tied must be equal to the embedding.
+    If a tied head is stored, it must equal the embedding.
     """
     twin = stored.pop(_HEAD, None) if _HEAD not in shapes else None
     if missing := sorted(shapes.keys() - stored.keys()):
         raise FolderError(
-            f"{folder}: {_are(missing)} missing from the weights, which {CONFIG} calls for"
+            f"{folder}: {_are(missing)} missing from the weights, but required by {CONFIG}"
         )
     if extra := sorted(stored.keys() - shapes.keys()):
         names = _are([stored[name].name for name in extra])
-        raise FolderError(
-            f"{folder}: {names} in the weights, which a GPT-2 of this {CONFIG} has no place for"
-        )
+        raise FolderError(f"{folder}: {names} in the weights, but not in a GPT-2 of this {CONFIG}")
     for name, shape in shapes.items():
         held = stored[name]
         if held.shape != shape:
             raise FolderError(
                 f"{held.path}: {held.name} has shape {list(held.shape)}, "
-                f"and {CONFIG} calls for {list(shape)}"
+                f"but {CONFIG} requires {list(shape)}"
             )
         if held.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise FolderError(f"{held.path}: {held.name} is stored as {held.dtype}, not as floats")
+            raise FolderError(f"{held.path}: {held.name} must hold floats, got {held.dtype}")
     weights = {
         name: check_values(stored[name].read().to(dtype), f"{stored[name].path}: {name}")
         for name in shapes

@@ -1,8 +1,8 @@
-"""A training run in memory: its settings, its data, its model, and one step after another.
+"""A training run in memory: settings, data, model and training steps.
 
 Every random choice is a function of the seed and the step's number, so a run that is stopped and
-resumed is the same, bit for bit on the CPU, as one that is not. Several ranks train the
-steps of one process, each on its share of a step's rows; only dropout's draws are each rank's own.
+resumed equals an uninterrupted run, bit for bit on the CPU. Several ranks train the same steps as
+one process, each on its share of the rows; only the random numbers of dropout differ.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class TrainingRanks:
-    """One process that trains alone; a base for several, each of which holds a share.
+    """A single training process; the base class for several, each with a share of the model.
 
-    rank, size: the number of this process, and how many there are.
+    rank, size: the number of this process, and the number of processes.
     """
 
     rank = 0
@@ -53,7 +53,7 @@ class TrainingRanks:
         return model
 
     def shared(self, make: Callable[[], _T]) -> _T:
-        """Call the function on rank 0; all ranks return its result, or raise what it raised."""
+        """Call the function on rank 0; all ranks return its result or raise its exception."""
         return make()
 
     def total(self, values: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class TrainingRanks:
 
 ALONE = TrainingRanks()
 EVALUATED_WINDOWS = 256
-EVALUATED_ROWS = 16  # at a time, on each rank
+EVALUATED_ROWS = 16  # rows per call, on each rank
 SHORTEST_PERIOD = 8
 LARGEST_SIZE = 2**31 - 1
 _T = TypeVar("_T")
@@ -71,13 +71,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a run; the defaults give induction heads in some minutes on two cores.
+    """Settings of a run; the defaults give induction heads within minutes on two cores.
 
     `repeats` is the share of rows that repeat random tokens. `sinusoid_std` and `sinusoid_base`
-    shape the position table that `sinusoids` starts from.
+    are parameters of the initial position table of `sinusoids`.
 
     Raises:
-        ValueError: a setting out of its range, named.
+        ValueError: a setting is out of range.
     """
 
     texts: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.texts, str):
-            raise ValueError(f"texts={self.texts!r:.60}: must be a list of files")
+            raise ValueError(f"texts must be a list of files, got {self.texts!r:.60}")
         check_types(self)
         for name in ("layers", "heads", "width", "steps", "batch"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
@@ -120,7 +120,7 @@ class TrainConfig:
         self._require("sinusoid_base", self.sinusoid_base > 1, "above 1")
         self._require("weight_decay", self.weight_decay >= 0, "at least 0")
         self._require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
-        self._require("repeats", 0 <= self.repeats <= 1, "from 0 to 1")
+        self._require("repeats", 0 <= self.repeats <= 1, "between 0 and 1")
         self._require("held_out", 0 < self.held_out < 1, "between 0 and 1")
         self._require(
             "dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"
@@ -128,7 +128,7 @@ class TrainConfig:
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
+            raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate: linear warm-up, then a cosine down to 0 at the last step.
@@ -148,8 +148,8 @@ def sinusoids(
 ) -> Float[Tensor, "P E"]:
     """Return the position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
 
-    Wavelengths go from 2π to nearly `base · 2π`. A base smaller than the 10,000 of the
-    paper has more features that distinguish neighbours, and suffices for a short context.
+    Wavelengths range from 2π to nearly `base · 2π`. With a smaller base than the 10,000 of the
+    paper, more features distinguish neighbors, which suffices for a short context.
 
     >>> sinusoids(5, 6, std=0.5**0.5)[0].tolist()
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
@@ -161,25 +161,25 @@ def sinusoids(
 
 
 class Run:
-    """A run in memory: model, optimiser, data and the number of steps done.
+    """A run in memory: model, optimizer, data and the number of completed steps.
 
-    With several ranks, each has a run of its own, and calls what they compute together.
+    Each of several ranks has its own run; all ranks must call the collective methods.
 
     Raises:
         TextError: a text cannot be read or is too short.
-        ValueError: a device that there is not; fewer rows a step than ranks.
+        ValueError: the device is not available, or a step has fewer rows than there are ranks.
     """
 
     FILES = (CONFIG, WEIGHTS, TOKENIZER, checkpoint.CHECKPOINT)
-    """What `save` writes; several ranks write `checkpoints/` in place of the last."""
+    """The files that `save` writes; several ranks write `checkpoints/` instead of the last one."""
 
     def __init__(
         self, config: TrainConfig, tokenizer: Tokenizer | None = None, ranks: TrainingRanks = ALONE
     ) -> None:
         if config.batch < ranks.size:
             raise ValueError(
-                f"batch={config.batch}: fewer rows than there are ranks ({ranks.size}), and each "
-                f"needs one; give a larger batch, or start fewer ranks"
+                f"batch must be at least the number of ranks ({ranks.size}), got {config.batch}; "
+                f"use a larger batch or fewer ranks"
             )
         self.config, self.ranks = config, ranks
         self.corpus, self.tokenizer = ranks.shared(lambda: _texts(config, tokenizer))
@@ -200,7 +200,7 @@ class Run:
         """Resume the run of the folder's checkpoint, written by any number of ranks.
 
         Raises:
-            FolderError: no checkpoint, a damaged one, or a text that has changed since.
+            FolderError: the checkpoint is missing or damaged, or the text has changed since.
         """
         saved = checkpoint.newest(folder)
         config, tokenizer = _settings(saved.settings, saved.path), read_tokenizer(folder)
@@ -209,8 +209,8 @@ class Run:
         run = cls(config, tokenizer, ranks)
         if run.fingerprint != saved.fingerprint:
             raise FolderError(
-                f"{folder}: the text is not the one this run began with ({run.corpus.source}); "
-                f"bring it back, or start a new run in another folder"
+                f"{folder}: the text differs from that of this run ({run.corpus.source}); "
+                f"restore it, or start a new run in another folder"
             )
         saved.restore(run.model, run.optimizer)
         run.step = saved.step
@@ -274,13 +274,13 @@ class Run:
             16, 2 * period, self.vocab, generator, shortest=period, longest=period
         )
         losses = self._losses(rows[:, :-1], rows[:, 1:]).double()
-        # The second copy's first token cannot be predicted: nothing marks the start of a copy.
+        # The first token of the second copy cannot be predicted: nothing marks the start of a copy.
         return float(losses[:, : period - 1].mean()), float(losses[:, period:].mean())
 
     def save(self, folder: Path) -> None:
-        """Write checkpoint, model and tokenizer; each file whole or not at all."""
+        """Write checkpoint, model and tokenizer; each file is written completely or not at all."""
         whole = self.ranks.full_model(self.model)
-        if not self.step:  # another run, of another format, may have been here
+        if not self.step:  # an earlier run may have used the other format
             self._remove_other(folder)
         self.ranks.shared(lambda: whole.save_pretrained(folder, self.tokenizer))
         about = {"step": self.step, "settings": asdict(self.config), "text": self.fingerprint}
@@ -291,7 +291,7 @@ class Run:
         self._remove_other(folder)
 
     def _remove_other(self, folder: Path) -> None:
-        """Remove the checkpoint that one process, or else several, would resume from."""
+        """Remove the checkpoint of one process, or that of several ranks."""
         if self.ranks.size == 1:
             checkpoint.remove_sharded(folder)
         else:
@@ -319,11 +319,11 @@ class Run:
         need = self.config.context + 1
         if len(self.train_ids) < need:
             raise corpus.TextError(
-                f"{self.corpus.source}: {len(self.train_ids)} tokens to train on, and context="
-                f"{self.config.context} needs {need}; give more text or a shorter context"
+                f"{self.corpus.source}: {len(self.train_ids)} tokens to train on, but context="
+                f"{self.config.context} needs {need}; use more text or a shorter context"
             )
         if len(self.held_ids) < 2:
-            raise corpus.TextError(f"{self.corpus.source}: too short to hold a part of it out")
+            raise corpus.TextError(f"{self.corpus.source} is too short to hold out a part")
 
     def _autocast(self) -> torch.autocast:
         dtype = self.config.dtype
@@ -332,12 +332,12 @@ class Run:
 
     @torch.no_grad()
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss of every target, `[B, T]`, each row on one of the ranks."""
+        """Compute the loss of every target, `[B, T]`; each row runs on one rank."""
         self.model.eval()
         losses, size, rank = torch.zeros(inputs.shape), self.ranks.size, self.ranks.rank
         for rows in torch.arange(len(inputs)).split(EVALUATED_ROWS * size):
             own = rows.tensor_split(size)[rank]
-            used = own if len(own) else rows[:1]  # all ranks run the model equally often
+            used = own if len(own) else rows[:1]  # all ranks must run the model equally often
             logits = _at_least_float(self.model(inputs[used].to(self.device)))
             wanted = targets[used].to(self.device)
             loss = F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
@@ -367,8 +367,8 @@ def windows(
     """Return consecutive windows of a text, inputs and targets; each token is a target at most
     once.
 
-    At most `most` windows, from the start; a last one that is not full is left out unless it is
-    the only one.
+    There are at most `most` windows, from the start; an incomplete last window is omitted unless
+    it is the only one.
 
     >>> inputs, targets = windows(torch.arange(8), context=3)
     >>> inputs.tolist(), targets.tolist()
@@ -381,17 +381,17 @@ def windows(
 
 
 def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
-    """Return the settings that a checkpoint names.
+    """Return the settings in a checkpoint.
 
     Raises:
-        FolderError: an unknown one, or a value out of range.
+        FolderError: a setting is unknown or out of range.
     """
     known = {field.name for field in fields(TrainConfig)}
     if unknown := saved.keys() - known:
-        raise FolderError(f"{path}: made by another version (setting {sorted(unknown)[0]!r})")
+        raise FolderError(f"{path} was written by another version (setting {sorted(unknown)[0]!r})")
     texts = saved.get("texts", [])
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-        raise FolderError(f"{path}: texts={texts!r}: no list of files")
+        raise FolderError(f"{path}: texts must be a list of files, got {texts!r}")
     try:
         return TrainConfig(**{**saved, "texts": tuple(texts)})
     except ValueError as error:
@@ -399,7 +399,7 @@ def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
 
 
 def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """Return the configuration of the model that the settings call for."""
+    """Return the model configuration for the settings."""
     end = tokenizer.token_to_id(corpus.END_OF_TEXT)
     return GPTConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -410,7 +410,7 @@ def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=0.0,
-        initializer_range=config.width**-0.5,  # GPT-2's 0.02 is right for 768, slow for 128
+        initializer_range=config.width**-0.5,  # GPT-2's 0.02 suits width 768 but is slow for 128
         bos_token_id=end,
         eos_token_id=end,
     )
@@ -422,11 +422,11 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device={name!r}: must be auto, cpu or cuda") from None
+        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}") from None
     if device.type == "meta":
-        raise ValueError(f"device={name!r}: holds no numbers; use cpu or cuda")
+        raise ValueError(f"device={name!r} has no values; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: this PyTorch sees no CUDA device; use cpu")
+        raise ValueError(f"device={name!r}: PyTorch finds no CUDA device; use cpu")
     return device
 
 
@@ -445,14 +445,14 @@ def _optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _seed(seed: int, purpose: str, step: int) -> int:
-    """Return a 32-bit seed of its own for each purpose and step."""
+    """Return a separate 32-bit seed for each purpose and step."""
     digest = hashlib.sha256(f"{seed} {purpose} {step}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int, purpose: str, step: int) -> Iterator[None]:
-    """Seed the global generators, and restore their state afterwards."""
+    """Seed the global generators, then restore their state."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(_seed(seed, purpose, step))

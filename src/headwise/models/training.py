@@ -1,4 +1,4 @@
-"""Training a small GPT: `train()` is what `headwise train` runs."""
+"""Training of a small GPT: `train()`, which `headwise train` runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of training after a step; `held_out` only where it was measured."""
+    """The state of training after a step; `held_out` is None unless it was measured."""
 
     step: int
     steps: int
@@ -33,7 +33,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds left at the speed so far."""
+        """The estimated remaining seconds."""
         return (self.steps - self.step) * self.tokens_per_step / self.tokens_per_second
 
 
@@ -73,34 +73,34 @@ def train(
     during: Callable[[Run], During] = nullcontext,
     ranks: TrainingRanks = ALONE,
 ) -> Summary:
-    """Train a small GPT into `folder`, a Hugging Face GPT-2 folder with a checkpoint beside it.
+    """Train a small GPT and write it to `folder` in Hugging Face's format, with a checkpoint.
 
-    The model is saved at the start, every minute, and at the end. It is measured on held-out text
+    The model is saved at the start, every minute, and at the end. Its held-out loss is measured
     twenty times.
 
     Args:
-        folder: where to; it must be new or empty, unless `resume` or `overwrite` is given.
-        config: the settings. With `resume` they come from the checkpoint, and None is expected.
-        resume: go on with the run that the folder holds.
-        overwrite: replace the run that the folder holds.
-        stop_after: stop, saved, after so many steps of this call.
-        should_stop: called after every step; True stops the run, saved.
+        folder: the output folder; it must be new or empty, unless `resume` or `overwrite` is True.
+        config: the settings. With `resume` they come from the checkpoint, and config must be None.
+        resume: continue the run in the folder.
+        overwrite: replace the run in the folder.
+        stop_after: save and stop after this number of steps of this call.
+        should_stop: called after every step; True saves and stops the run.
         report: called after every step.
-        during: returns a context to train in, such as a monitor of the run's model; what it gives,
-            if anything, is also called after every step.
-        ranks: the processes that train together (`parallel.training.DataParallelRanks`); each calls
-            this, rank 0 alone reads texts and writes the model, and all return the summary.
+        during: returns a context manager for training, such as a monitor of the run's model; a
+            function that it yields is also called after every step.
+        ranks: the processes that train together (`parallel.training.DataParallelRanks`). Each calls
+            this function; only rank 0 reads texts and writes the model; all return the summary.
 
     Raises:
-        FolderError: the folder is not empty, is written into by another run, holds no run to
-            resume, or cannot be written.
+        FolderError: the folder is not empty, is in use by another run, contains no run to resume,
+            or cannot be written.
         TextError: a text cannot be read or is too short.
-        ValueError: a setting is out of its range, settings were given with `resume`, or the run
+        ValueError: a setting is out of range, settings are given with `resume`, or the run
             diverged.
     """
     folder = Path(folder)
     if stop_after is not None and stop_after < 1:
-        raise ValueError(f"stop_after={stop_after}: must be at least 1")
+        raise ValueError(f"stop_after must be at least 1, got {stop_after}")
     with only_run(folder) if ranks.rank == 0 else nullcontext():
         run = _begin(folder, config, ranks, resume=resume, overwrite=overwrite)
         with during(run) as record:
@@ -115,12 +115,12 @@ def _train(
     should_stop: Callable[[], bool],
     reports: Sequence[Callable[[Progress], None]],
 ) -> Summary:
-    """Take the steps that are left, saving and measuring on the way."""
+    """Take the remaining steps; save and measure in between."""
     first, started, saved = run.step, time.monotonic(), time.monotonic()
     every = max(1, run.config.steps // 20)
     last = run.config.steps if stop_after is None else min(run.config.steps, first + stop_after)
     tokens = run.config.batch * run.config.context
-    training = 0.0  # seconds in steps alone
+    training = 0.0  # seconds spent in steps only
     while run.step < last:
         before = time.monotonic()
         rate, loss = run.config.learning_rate(run.step), run.advance()
@@ -146,7 +146,7 @@ def _train(
 
 
 def _save(run: Run, folder: Path) -> None:
-    """Save the run, unless a model of NaN would replace the last good one."""
+    """Save the run; raise if its weights are NaN, to keep the last valid model."""
     if not run.finite():
         raise _diverged(run)
     run.save(folder)
@@ -154,13 +154,13 @@ def _save(run: Run, folder: Path) -> None:
 
 def _diverged(run: Run) -> ValueError:
     return ValueError(
-        f"the run diverged at step {run.step} and is not saved; what the folder holds is from "
-        f"before that; start again with a learning rate under {run.config.lr:g}"
+        f"the run diverged at step {run.step} and is not saved; the folder keeps an earlier "
+        f"state; start again with a learning rate below {run.config.lr:g}"
     )
 
 
 def _summary(run: Run, folder: Path, tokens_per_second: float, seconds: float) -> Summary:
-    """Measure the model as it stands."""
+    """Measure the current model."""
     held_out = run.held_out_loss()
     first, second = run.repeat_losses()
     scored = sum(len(text.encode()) for text in run.corpus.held_out) / len(run.held_ids)
@@ -188,7 +188,7 @@ def _begin(
 ) -> Run:
     if resume:
         if config is not None or overwrite:
-            raise ValueError("resume goes on with the run's own settings; give no others")
+            raise ValueError("resume uses the settings of the run; config must be None")
         run = Run.resume(folder, ranks)
         ranks.shared(lambda: [place_for(folder / name) for name in Run.FILES])
         return run
@@ -204,7 +204,7 @@ def _check_empty(folder: Path, overwrite: bool) -> None:
     """Raise FolderError for a folder that is not empty, unless it may be overwritten."""
     if holds_files(folder) and not overwrite:
         raise FolderError(
-            f"{folder}: is not empty; go on with its run (--resume), replace it (--overwrite) "
+            f"{folder} is not empty; continue its run (--resume), replace it (--overwrite) "
             f"or name another folder"
         )
 

@@ -119,7 +119,7 @@ def convert_file(
             stack.enter_context(only_writer(target_path))
             if holds_files(target_path) and not overwrite:
                 raise ValueError(
-                    f"{target_path}: is not empty; name a new folder, or say --overwrite"
+                    f"{target_path} is not empty; name a new directory, or pass --overwrite"
                 )
         tensors = _Stored(source_path, stack)
         config = ModelConfig.read_beside(source_path)
@@ -165,7 +165,7 @@ def convert_file(
 class _Stored:
     """The tensors of one safetensors file or of shards, read on demand.
 
-    `weights` may not hold NaN; other tensors are not checked.
+    `weights` must be finite; other tensors are not checked.
     """
 
     weights: Collection[str] = ()
@@ -181,11 +181,11 @@ class _Stored:
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as error:
-                raise ValueError(f"{file}: no safetensors file, or damaged: {error}") from None
+                raise ValueError(f"{file}: not a safetensors file, or damaged: {error}") from None
             self.metadata |= opened.metadata() or {}
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if name in self._files:
-                    raise ValueError(f"{path}: {name} is in two of its files")
+                    raise ValueError(f"{path}: two files contain {name}")
                 self._files[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
@@ -205,7 +205,7 @@ def _files_of(path: Path) -> list[Path]:
             raise ValueError(f"{path}: not a .safetensors file; only those are read")
         return [path]
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        raise ValueError(f"{path}: no such file or directory")
     return weight_files(path)
 
 
@@ -213,11 +213,12 @@ def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
     """Add the head counts, the rotation and the eps of the config beside the weights.
 
     Raises:
-        ValueError: it contradicts the source, or the rotation differs between layers; or norms that
-            the target cannot hold.
+        ValueError: the config contradicts the source, the rotation differs between layers, or the
+            target cannot store the norms.
     """
     if config.other_norms and conversion.new.holds("q_norm.weight"):
-        raise ValueError(f"{conversion}: by {CONFIG} the norms of q and k {config.other_norms}")
+        norms = f"the norms of q and k {config.other_norms}"
+        raise ValueError(f"{conversion}: according to {CONFIG}, {norms}")
     conversion = replace(
         conversion,
         num_heads=conversion.num_heads or config.num_heads,
@@ -226,8 +227,8 @@ def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
     twin = None if config.layout is None else LAYOUTS[config.layout].twin
     if twin is not None and conversion.source == twin[0]:
         raise ValueError(
-            f"{conversion}: {CONFIG} says that the model is of layout {config.layout!r}, whose "
-            f"names and shapes are those of {conversion.source!r}; leave the source (--from) out"
+            f"{conversion}: according to {CONFIG}, the layout is {config.layout!r}, whose "
+            f"names and shapes are those of {conversion.source!r}; omit the source (--from)"
         )
     without_eps = conversion.old.holds("q_norm.weight") and not conversion.old.holds("q_norm.eps")
     if without_eps and conversion.qk_norm_eps is None:
@@ -237,8 +238,8 @@ def _as_configured(conversion: Conversion, config: ModelConfig) -> Conversion:
     if conversion.moves and len(config.rotary_shares) > 1:
         shares = ", ".join(f"{share:g}" for share in sorted(config.rotary_shares))
         raise ValueError(
-            f"{conversion}: the rotated features of a head go to other places, and by {CONFIG} "
-            f"layers rotate different shares of a head ({shares}), which one conversion cannot do"
+            f"{conversion}: the rotated features of a head move, and according to {CONFIG} "
+            f"layers rotate different shares of a head ({shares}), which is not supported"
         )
     share = next(iter(config.rotary_shares), None)
     return replace(conversion, rotary_dim=config.rotary_dim, rotary_share=share)
@@ -248,7 +249,7 @@ def _check_plan(plan: list[_PlannedTensor], call: str) -> None:
     names = set()
     for planned in plan:
         if planned.name in names:
-            raise ValueError(f"{call}: the state holds {planned.name!r} already")
+            raise ValueError(f"{call}: the state contains {planned.name!r} already")
         if planned.dtype not in _DTYPES:
             raise ValueError(f"{call}: {planned.name} is {planned.dtype}, which cannot be written")
         names.add(planned.name)
@@ -256,17 +257,17 @@ def _check_plan(plan: list[_PlannedTensor], call: str) -> None:
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     if os.path.realpath(source) == os.path.realpath(target):
-        raise ValueError(f"{target}: is the source itself; name another target")
+        raise ValueError(f"{target} is also the source; name another target")
     if not target.parent.is_dir():
-        raise ValueError(f"{target}: there is no folder {target.parent}; create it first")
+        raise ValueError(f"{target}: there is no directory {target.parent}; create it first")
     if target.suffix in _OTHER_FORMATS:
-        raise ValueError(f"{target}: only safetensors are written; end the name in .safetensors")
+        raise ValueError(f"{target} must end in .safetensors")
     if target.suffix == ".safetensors":
         place_for(target)
         if target.exists() and not overwrite:
-            raise ValueError(f"{target}: is there already; --overwrite replaces it")
+            raise ValueError(f"{target} exists already; --overwrite replaces it")
     elif target.exists() and not target.is_dir():
-        raise ValueError(f"{target}: is a file; name a folder, or a file ending in .safetensors")
+        raise ValueError(f"{target} is a file; name a directory, or a file ending in .safetensors")
 
 
 def _shards(plan: list[_PlannedTensor], limit: int) -> dict[str, list[_PlannedTensor]]:
@@ -294,9 +295,10 @@ def _write(
     tensors: Callable[[list[_PlannedTensor]], Iterator[Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write one safetensors file tensor by tensor; `save_file` needs all of them in memory.
+    """Write a safetensors file tensor by tensor (`save_file` needs all of them in memory).
 
-    The format: the length of the header in eight bytes, the header as JSON, the tensors' bytes.
+    The format is the length of the header in eight bytes, the header as JSON, then the bytes of the
+    tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0

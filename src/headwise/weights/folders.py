@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 
 LARGEST_WEIGHT = 2.0**64
-"""The bound of valid weights: float32 cannot hold the square. Flipped bits exceed it."""
+"""The bound on weights: the square exceeds float32. Only flipped bits give larger values."""
 
 SIZE_FACTOR = 4
 """The largest ratio of the weights that a config needs to those in the files."""
@@ -47,24 +47,24 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the folder's `config.json`.
 
     Raises:
-        FolderError: no such folder, no `config.json` in it, or no JSON object in that.
+        FolderError: the directory or its `config.json` is missing, or is not a JSON object.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        kind = "is a file, and a folder was expected" if folder.exists() else "no such folder"
-        raise FolderError(f"{folder}: {kind}; name one that holds {CONFIG} and {WEIGHTS}")
+        kind = "is a file, not a directory" if folder.exists() else "does not exist"
+        raise FolderError(f"{folder} {kind}; name a directory with {CONFIG} and {WEIGHTS}")
     return _read_json(folder / CONFIG)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FolderError(f"{path.parent}: holds no {path.name}; is this a model's folder?")
+        raise FolderError(f"{path.parent} does not contain {path.name}; is this a model directory?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise FolderError(f"{path}: no JSON can be read, {one_line(error)}") from None
+        raise FolderError(f"{path}: not valid JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
-        raise FolderError(f"{path}: holds {type(value).__name__}, and a JSON object was expected")
+        raise FolderError(f"{path} must contain a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -78,11 +78,11 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
     path = Path(folder) / TOKENIZER
     if not path.is_file():
-        raise FolderError(f"{folder}: holds no {TOKENIZER}; copy the model's tokenizer there")
+        raise FolderError(f"{folder} does not contain {TOKENIZER}; copy the model's there")
     try:
         return Tokenizer.from_str(path.read_text("utf-8"))
     except Exception as error:  # the Rust library raises plain Exception
-        raise FolderError(f"{path}: no tokenizer can be read, {one_line(error)}") from None
+        raise FolderError(f"{path}: the tokenizer cannot be read: {one_line(error)}") from None
 
 
 def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Path]:
@@ -92,18 +92,18 @@ def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Pat
         model_class: the class of `transformers` that converts pickled weights.
 
     Raises:
-        FolderError: there are none, or one that is listed is not there.
+        FolderError: there are none, or a listed file is missing.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         files = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files:
-            raise FolderError(f"{folder / INDEX}: lists no weights under weight_map")
+            raise FolderError(f"{folder / INDEX} lists no weights under weight_map")
         shards = sorted({str(file) for file in files.values()})
         for shard in shards:
             if Path(shard).name != shard or not os.path.isfile(folder / shard):
-                raise FolderError(f"{folder}: {INDEX} names {shard:.80}, which is not there")
+                raise FolderError(f"{folder}: {INDEX} lists {shard:.80}, which is missing")
         return [folder / shard for shard in shards]
     pickled = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt")])
     if pickled:
@@ -116,12 +116,12 @@ def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Pat
             f"{pickled[0]}: pickled weights can run code when opened and are not read; if you "
             f'trust them, convert them with: python -c "{code}" {target}'
         )
-    raise FolderError(f"{folder}: holds no {WEIGHTS} and no {INDEX}")
+    raise FolderError(f"{folder} contains neither {WEIGHTS} nor {INDEX}")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file that is not read yet: what the file's header says of it."""
+    """The entry of a tensor in the header of a safetensors file, without its values."""
 
     path: Path
     name: str
@@ -144,7 +144,7 @@ def read_headers(files: Iterable[Path]) -> Iterator[StoredTensor]:
     """Yield every tensor of safetensors files from their headers alone.
 
     Raises:
-        FolderError: a file that is not a safetensors file, or damaged.
+        FolderError: a file is damaged or not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -161,10 +161,10 @@ def read_headers(files: Iterable[Path]) -> Iterator[StoredTensor]:
 
 
 def check_values(tensor: Tensor, where: str) -> Tensor:
-    """Return the tensor, if its values can be those of a weight.
+    """Return the tensor, if its values are plausible weights.
 
     Raises:
-        FolderError: NaN, infinity, or a value that only a flipped bit makes.
+        FolderError: a value is NaN, infinite, or too large for a weight.
     """
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return tensor
@@ -176,8 +176,8 @@ def check_values(tensor: Tensor, where: str) -> Tensor:
     wrong = ~(values.abs() < LARGEST_WEIGHT)
     first = float(values[wrong][0])
     raise FolderError(
-        f"{where} holds {first:.3g}, which no weight can be ({int(wrong.sum()):,} of "
-        f"{values.numel():,} values): damaged, or its training diverged; copy or download it again"
+        f"{where} contains {first:.3g}, which is not a valid weight ({int(wrong.sum()):,} of "
+        f"{values.numel():,} values): damaged, or training diverged; copy or download it again"
     )
 
 
@@ -185,11 +185,11 @@ def check_size(called: int, held: int, where: str) -> None:
     """Compare the number of weights that a config needs with that in the files, before allocation.
 
     Raises:
-        FolderError: it needs far more.
+        FolderError: the config needs far more weights than the files contain.
     """
     if called > SIZE_FACTOR * held:
         raise FolderError(
-            f"{where}: its sizes call for {called:,} weights, and the files hold {held:,}"
+            f"{where}: its sizes require {called:,} weights, but the files contain {held:,}"
         )
 
 
@@ -202,7 +202,7 @@ def write_folder(
     weights: Mapping[str, Tensor],
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write config, weights and tokenizer; each file appears whole or not at all.
+    """Write config, weights and tokenizer; each file is written completely or not at all.
 
     Raises:
         FolderError: the folder cannot be created or written.
@@ -228,11 +228,11 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FolderError(f"{folder}: cannot be made, {error.strerror}") from None
+        raise FolderError(f"{folder} cannot be created: {error.strerror}") from None
     try:
         write_whole(folder, writers)
     except OSError as error:
-        raise FolderError(f"{folder}: cannot be written, {one_line(error)}") from None
+        raise FolderError(f"{folder} cannot be written: {one_line(error)}") from None
 
 
 @contextmanager
@@ -243,12 +243,12 @@ def only_run(folder: Path) -> Iterator[None]:
         FolderError: another run is writing into it, or it cannot be created or written.
     """
     if folder.exists() and not folder.is_dir():
-        raise FolderError(f"{folder}: is a file, and a folder was expected")
+        raise FolderError(f"{folder} is a file, not a directory")
     with ExitStack() as stack:
         try:
             stack.enter_context(only_writer(folder))
         except BlockingIOError as error:
             raise FolderError(str(error)) from None
         except OSError as error:
-            raise FolderError(f"{folder}: cannot be written, {error.strerror}") from None
+            raise FolderError(f"{folder} cannot be written: {error.strerror}") from None
         yield
