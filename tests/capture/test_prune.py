@@ -273,7 +273,7 @@ GROUPED = hw.MultiHeadAttention(E, H, num_kv_heads=2)
         (wrapped(Nano()), {"attn": [0]}, "with fewer heads its forward fails .*input's"),
         (wrapped(Stubborn()), {"attn": [0]}, "it gives something else than with zeros"),
         (wrapped(Silent()), {"attn": [0]}, "no attribute of it is known to hold the number"),
-        (wrapped(Scaled()), {"attn": [0]}, "has no place for attn.gain"),
+        (wrapped(Scaled()), {"attn": [0]}, "does not contain attn.gain"),
         (bloom(), ["L0H0"], "takes ALiBi biases of each head"),
         (quantized(), ["L0H0"], r"in '' .*: out.weight is quantized or sharded"),
     ],

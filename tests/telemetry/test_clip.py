@@ -479,7 +479,7 @@ def test_normalised_queries_and_keys() -> None:
 
 
 def test_unknown_and_latent_layouts() -> None:
-    refused(Named("first", "second"), "no known layout: it has no weights of its own")
+    refused(Named("first", "second"), "no known layout: it has no own weights")
     refused(Named("query_down", "query_up"), "no known layout: none of the known layouts has")
     refused(Named("q_proj", "k_proj", "v_proj", "o_proj", "query_global"), "no known layout")
     latent = Named("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", width=25)

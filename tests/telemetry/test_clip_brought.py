@@ -131,7 +131,7 @@ def test_other_adapters_are_refused() -> None:
     model = adapted("vera", "q_proj")
     with torch.no_grad(), hw.watch(model, hw.MaxLogit()) as seen:
         model(inputs_embeds=X)
-    with pytest.raises(ValueError, match=r"of the adapters of PEFT, 'vera_lambda_b' .*cannot be"):
+    with pytest.raises(ValueError, match=r"PEFT adapters of the kind 'vera_lambda_b' .*cannot be"):
         hw.qk_clip_(model, seen, limit=0.1)
 
 

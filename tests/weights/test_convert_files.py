@@ -135,7 +135,7 @@ def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "full" / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     heads = ["--heads", "6"]
-    assert "no layout 'lama'; known are microgpt" in refused(capsys, one, two, "--to", "lama")
+    assert "no layout 'lama'; layouts: microgpt" in refused(capsys, one, two, "--to", "lama")
     assert "grouped heads" in refused(capsys, one, two, "--to", "gpt2", *heads)
     assert "give num_heads" in refused(capsys, one, two, "--to", "headwise")
     assert "no such file" in refused(capsys, tmp_path / "no", two, "--to", "gpt2")

@@ -542,7 +542,7 @@ def test_names_that_are_nanogpts_and_gpt_bigcodes_alike() -> None:
 
     state = randomised(GPTBigCodeModel(bigcode(multi_query=False))).state_dict()
     match = (
-        r"c_attn.weight \[72, 24\] may be of layout 'nanogpt' or of 'gpt_bigcode'.*"
+        r"c_attn.weight \[72, 24\] may have layout 'nanogpt' or 'gpt_bigcode'.*"
         r"source='nanogpt' or source='gpt_bigcode' \(--from\)"
     )
     with pytest.raises(ValueError, match=match):
@@ -590,7 +590,7 @@ def test_neox_rotates_a_part_of_each_head(share: float) -> None:
     )
     theirs = randomised(neox.GPTNeoXAttention(config, 0))
     with pytest.raises(
-        ValueError, match=r"may rotate a part of a head alone .Pythia.*rotary_dim=…"
+        ValueError, match=r"may rotate only a part of each head .Pythia.*rotary_dim=…"
     ):
         hw.convert(theirs.state_dict(), source="neox", target="llama_meta", num_heads=3)
     dim = int(8 * share)
@@ -620,7 +620,7 @@ def test_names_beside_a_layer_that_may_rotate_a_part() -> None:
     for kind in ("StableLm", "Nemotron", "Glm", "Glm4"):
         config = getattr(transformers, f"{kind}Config")(**sizes, head_dim=8)
         state = getattr(transformers, f"{kind}Model")(config).state_dict()
-        with pytest.raises(ValueError, match=r"may rotate a part of a head alone .*8 for all"):
+        with pytest.raises(ValueError, match=r"may rotate only a part of each head .*8 for all"):
             hw.convert(state, target="llama_meta", num_heads=3)
         hw.convert(state, target="headwise", num_heads=3)  # moves nothing
 
@@ -716,9 +716,9 @@ GROUPED = {
         (
             SPLIT,
             {"source": "splitt", "target": "torch"},
-            "no layout 'splitt'; known are microgpt, per_head",
+            "no layout 'splitt'; layouts: microgpt, per_head",
         ),
-        (SPLIT, {"source": "split", "target": "tensorflow"}, "no layout 'tensorflow'; known are"),
+        (SPLIT, {"source": "split", "target": "tensorflow"}, "no layout 'tensorflow'; layouts:"),
         (SPLIT, {"source": "split", "target": "torch"}, "give num_heads"),
         (
             SPLIT,
@@ -728,7 +728,7 @@ GROUPED = {
         (
             SPLIT,
             {"source": "split", "target": "torch", "num_heads": 0},
-            "num_heads must be a whole number of at least 1",
+            "num_heads must be an integer of at least 1",
         ),
         (
             SPLIT,
@@ -753,13 +753,13 @@ GROUPED = {
         (
             SPLIT | {"gate.weight": torch.ones(3)},
             {"source": "split", "target": "torch", "num_heads": 3},
-            "has no place for gate.weight",
+            "does not contain gate.weight",
         ),
         (
             {f"h.0.attn.{name}": x for name, x in SPLIT.items()}
             | {"h.0.attn.lora.A": torch.ones(3)},
             {"source": "split", "target": "torch", "num_heads": 3},
-            "has no place for h.0.attn.lora.A",
+            "does not contain h.0.attn.lora.A",
         ),
         (
             SPLIT | {"W_key.weight": torch.randn(12, 11)},
@@ -799,12 +799,12 @@ GROUPED = {
         (
             {"a": torch.ones(2)},
             {"target": "torch"},
-            "none of the known layouts has the names a; known are microgpt",
+            "none of the known layouts has the names a; layouts: microgpt",
         ),
         (
             {"attn_wq": [["x"]]},
             {"source": "microgpt", "target": "torch"},
-            "attn_wq is no matrix of numbers",
+            "attn_wq must be a matrix of numbers",
         ),
         ({"attn_wq": "x"}, {"source": "microgpt", "target": "torch"}, "attn_wq is a str"),
         (
@@ -830,22 +830,25 @@ def test_what_is_no_state_is_refused_in_words() -> None:
     layer = nn.MultiheadAttention(12, 3)
     sparse = {name: x.to_sparse() if x.dim() == 2 else x for name, x in layer.state_dict().items()}
     for state, says in [
-        (layer, r"give its .state_dict\(\)"),
+        (layer, r"pass its .state_dict\(\)"),
         ({}, "the state is empty"),
-        ({3: torch.ones(2)}, "3 is no name"),
+        ({3: torch.ones(2)}, "names of tensors must be str, got 3"),
         (
             layer.state_dict() | {"foo": torch.ones(2)},
-            "nearest: layout 'torch' has no place for foo",
+            "nearest: layout 'torch' does not contain foo",
         ),
-        (nn.MultiheadAttention(12, 3, add_bias_kv=True).state_dict(), "place for bias_k, bias_v"),
-        (sparse, "only dense tensors"),
+        (
+            nn.MultiheadAttention(12, 3, add_bias_kv=True).state_dict(),
+            "does not contain bias_k, bias_v",
+        ),
+        (sparse, "must be a dense tensor"),
     ]:
         for call in (hw.detect_layout, lambda state: hw.convert(state, target="gpt2", num_heads=3)):
             with pytest.raises(ValueError, match=says) as caught:
                 call(state)  # type: ignore[arg-type]
             assert "\n" not in str(caught.value)
     for count in (3.0, "3", True):
-        with pytest.raises(ValueError, match="num_heads must be a whole number"):
+        with pytest.raises(ValueError, match="num_heads must be an integer"):
             hw.convert(layer.state_dict(), source="torch", target="gpt2", num_heads=count)  # type: ignore[arg-type]
 
 
@@ -858,7 +861,7 @@ def test_meta_tensors_convert_without_their_numbers() -> None:
 
 def test_a_bias_of_some_sections_does_not_say_whose_it_is() -> None:
     layer = hw.MultiHeadAttention(12, 3, bias=(True, False, True))
-    with pytest.raises(ValueError, match="does not say whose it is"):
+    with pytest.raises(ValueError, match="is ambiguous"):
         hw.convert(layer.state_dict(), source="headwise", target="torch", num_heads=3)
 
 

@@ -1,9 +1,9 @@
 """Convert attention weights from any known layout to any other, exactly.
 
-Every layout is read into the same parts (`packing`) and written from them. Numbers only change
-places, so converting there and back is exact. A bias of zeros and an identity output projection
-change nothing: they are added if the target needs them and dropped if it cannot hold them.
-Everything else that a target cannot hold is refused.
+Every layout is read into the same parts (`packing`) and written from them. Values are only moved,
+so a round trip is exact. A bias of zeros and an identity output projection have no effect: they are
+added if the target needs them and dropped if it cannot store them. Anything else that a target
+cannot store raises ValueError.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ def convert(
         source: the layout of `state`; by default detected, for each layer its own (LLaVA has two).
         target: the layout to write: a key of `headwise.weights.layout_table.LAYOUTS`; or a mapping
             from parts of names to layouts, such as `{"vision_tower": "bart", "": "llama"}`: the
-            longest part that is in a layer's name counts, and layers without one stay.
+            longest part in a layer's name applies; layers without a match are not converted.
         num_heads: the number of query heads, if the shapes do not determine it; or such a mapping.
         num_kv_heads: the number of key/value heads, if the shapes do not determine it.
         bias: for targets with optional biases: True adds zeros, False drops biases of zeros;
             by default as in the source.
         rotary_dim: the number of leading features of each head that the model rotates, if source
-            and target pair them differently; default all. Required for names that are also used
+            and target pair them differently; by default all. Required for names that are also used
             by models with partial rotation (Pythia, StableLM, Nemotron). 0 moves none.
         qk_norm_eps: the eps of the norms of queries and keys. Required for target `headwise`, whose
-            state holds it; other layouts keep it in `config.json`, as `rms_norm_eps`.
+            state contains it; for other layouts it is `rms_norm_eps` in `config.json`.
 
     Names do not always determine the rotation: Cohere, Ernie 4.5 and Helium have Llama's names but
-    rotate neighbouring features. In layout `headwise` they need `RoPE(…, interleaved=True)`, in
+    rotate neighboring features. In layout `headwise` they need `RoPE(…, interleaved=True)`, in
     `llama_meta` `rotary_dim=0`. Names do not determine the norms either: the norms of Qwen 3
     multiply by the weight, those of Gemma 3 and Step 3.5 by 1 + weight (add 1 to these weights
-    first), and Gemma 3n and Gemma 4 also normalize values, which no layout can hold. `convert_file`
+    first), and Gemma 3n and Gemma 4 also normalize values, which no layout supports. `convert_file`
     and `headwise convert` read all of this from the `config.json` beside the weights.
 
     Returns:
         Names to new tensors of the same dtype, for `load_state_dict`; for `microgpt` nested lists.
-        Mask buffers are left out.
+        Mask buffers are omitted.
 
     Raises:
         ValueError: an unknown layout; missing or extra names; shapes that do not fit the head
-            count; a part that the target cannot hold (a bias, grouped heads, another output width);
-            or an ambiguity (nanoGPT or GPTBigCode, partial rotation, the eps of norms).
+            count; a part that the target cannot store (a bias, grouped heads, another output
+            width); or an ambiguity (nanoGPT or GPTBigCode, partial rotation, the eps of norms).
 
     >>> import torch, headwise as hw
     >>> theirs = torch.nn.MultiheadAttention(12, num_heads=3, batch_first=True)
@@ -100,7 +100,7 @@ def convert(
     out: dict[str, Any] = {}
     for _, name, tensor in converted(shapes, tensors.__getitem__, plan):
         if name in out:
-            raise ValueError(f"{call}: the state holds {name!r} already")
+            raise ValueError(f"{call}: the state contains {name!r} already")
         out[name] = tensor
     if isinstance(target, str) and LAYOUTS[target].lists:
         return {name: tensor.tolist() for name, tensor in out.items()}
@@ -115,17 +115,17 @@ def conversions(
     options: tuple[Any, ...] = (),
     expected: str | None = None,
 ) -> list[tuple[LayerTensors, Conversion]]:
-    """Return the attention layers that are to be converted, each with its conversion.
+    """Return the attention layers to convert, each with its conversion.
 
     `expected` chooses between two layouts with the same names and shapes.
 
     Raises:
-        ValueError: no layer, a fault of `Conversion`, or a part of names that no layer has.
+        ValueError: no layer, an error of `Conversion`, or a part of names that no layer has.
     """
     heads = None if isinstance(num_heads, Mapping) else num_heads
     call = f"convert(source={source!r}, target={target!r})"
     for one in [target] if isinstance(target, str) else target.values():
-        # Its faults come before those of the state.
+        # Report its errors before those of the state.
         call = str(Conversion("headwise" if source is None else source, one, heads, *options))
     if source is None:
         layers = detect_layers(shapes, expected)
@@ -143,7 +143,7 @@ def conversions(
 
 
 def _of_part(value: Any, prefix: str) -> Any:
-    """Return what a mapping from parts of names has for a layer, or None; else the value."""
+    """Return a layer's entry in a mapping from parts of names (or None); else the value itself."""
     if not isinstance(value, Mapping):
         return value
     return value.get(max((part for part in value if part in prefix), key=len, default=None))
@@ -157,8 +157,8 @@ def converted(
     """Yield every tensor of the converted state, one layer at a time: (original name, name,
     tensor).
 
-    `names` are those of the state, in order; `load` returns the tensor of a name. The tensors of a
-    layer come at the place of its first name.
+    `names` are the names of the state, in order; `load` returns the tensor of a name. The tensors
+    of a layer take the place of its first name.
     """
     begins, inside = {}, set()
     pairs: dict[str, Conversion] = {}
@@ -201,11 +201,11 @@ class Conversion:
     def __post_init__(self) -> None:
         for name in (self.source, self.target):
             if name not in LAYOUTS:
-                raise ValueError(f"{self}: no layout {name!r}; known are {', '.join(LAYOUTS)}")
+                raise ValueError(f"{self}: no layout {name!r}; layouts: {', '.join(LAYOUTS)}")
         for name in ("num_heads", "num_kv_heads"):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or count < 1):
-                raise ValueError(f"{self}: {name} must be a whole number of at least 1")
+                raise ValueError(f"{self}: {name} must be an integer of at least 1")
         turned = self.rotary_dim
         if turned is not None and (type(turned) is not int or turned < 0 or turned % 2):
             raise ValueError(f"{self}: rotary_dim must be an even number of features, or 0")
@@ -247,16 +247,16 @@ def convert_layer(
     """Return one layer in the target's layout; `load` returns the tensor of a name in the state.
 
     Raises:
-        ValueError: shapes that do not fit the head count; something the target cannot hold; or
-            features that must move, if it is unknown how many of them are rotated.
+        ValueError: shapes that do not fit the head count; a part that the target cannot store; or
+            features that must move although the number of rotated ones is unknown.
     """
     call = f"{conversion} at {layer.prefix!r}" if layer.prefix else str(conversion)
     parts, sizes = _read(layer, load, conversion, call)
     rotated = conversion.rotated(sizes.head_dim)
     if conversion.moves and rotated is None and layer.partial is not None:
         raise ValueError(
-            f"{call}: the rotated features of a head go to other places, and models of these names "
-            f"may rotate a part of a head alone ({layer.partial}); say how many features with "
+            f"{call}: the rotated features of a head move, and models with these names "
+            f"may rotate only a part of each head ({layer.partial}); give their number with "
             f"rotary_dim=… (--rotary-dim): {sizes.head_dim} for all of them, 0 to move none"
         )
     parts = _with_eps(parts, conversion, call)
@@ -280,7 +280,7 @@ def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
     for name in eps:
         if name in parts and requested is not None and float(parts[name]) != requested:
             raise ValueError(
-                f"{call}: {name} in the weights is {float(parts[name])}; leave qk_norm_eps out"
+                f"{call}: {name} in the weights is {float(parts[name])}; omit qk_norm_eps"
             )
     if not conversion.new.holds(eps[0]):
         return {name: tensor for name, tensor in parts.items() if name not in eps}
@@ -288,10 +288,10 @@ def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
         return parts
     if requested is not None:
         return parts | {name: torch.tensor(requested, dtype=torch.float64) for name in eps}
-    if conversion.old.holds(eps[0]):  # a state without eps leaves that of the layer
+    if conversion.old.holds(eps[0]):  # without eps in the state, the layer keeps its own
         return parts
     raise ValueError(
-        f"{call}: the weights do not contain the eps of the norms of q and k; give "
+        f"{call}: the weights do not contain the eps of the norms of q and k; pass "
         f"qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps in the model's {CONFIG}. The norms "
         f"must be RMS norms times the weight, as in Qwen 3: not times 1 + weight (Gemma 3), and "
         f"without norms of values (Gemma 3n, Gemma 4)"
@@ -337,9 +337,9 @@ def _read(
         parts, pattern = patterns[name]
         expected = shape_of(parts, pattern, sizes)
         if tuple(tensor.shape) != expected:
-            hint = "; norms over all heads, as OLMo 2's, have no place" if "norm" in parts else ""
+            hint = "; norms over all heads (OLMo 2) are not supported" if "norm" in parts else ""
             raise ValueError(
-                f"{call}: {name} has shape {list(tensor.shape)}, and {sizes.num_heads} heads with "
+                f"{call}: {name} has shape {list(tensor.shape)}, but {sizes.num_heads} heads with "
                 f"{sizes.num_kv_heads} key/value heads of width {sizes.head_dim} make it "
                 f"{list(expected)}{hint}"
             )

@@ -24,9 +24,9 @@ Shape = tuple[int, ...]
 _NORM = re.compile(
     r"(pre_|post_|input_|self_attn_)?(layer_?norm|norm|ln)_?\d*[./](weight|bias)", re.IGNORECASE
 )
-"""Names of norms beside a layer, which are not of its queries and keys."""
+"""Names of norms next to a layer that do not apply to its queries and keys."""
 
-# A converted layer keeps the names beside it, so each layout ignores those of all layouts.
+# A converted layer keeps the names next to it, so each layout ignores those of all layouts.
 BESIDE = tuple(start for layout in LAYOUTS.values() for start in layout.ignored)
 
 
@@ -37,8 +37,8 @@ def detect_layout(state: Mapping[str, Any]) -> str:
         state: names to tensors, arrays or nested lists.
 
     Raises:
-        ValueError: no known layout has these names and shapes; the known ones are listed. Or the
-            layout is ambiguous, as between nanoGPT and GPTBigCode; or layers have several.
+        ValueError: no known layout has these names and shapes (the message lists the layouts); the
+            layout is ambiguous, as between nanoGPT and GPTBigCode; or layers have several layouts.
 
     >>> import torch, headwise as hw
     >>> hw.detect_layout(torch.nn.MultiheadAttention(12, 3).state_dict())
@@ -61,7 +61,7 @@ def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> s
         some = ", ".join(f"{name!r} at {prefix!r}" for name, prefix in starts.items())
         raise ValueError(
             f"detect_layout(…): the state has layers of {len(starts)} layouts, {some}; convert() "
-            f"reads each layer by its own if no source is given"
+            f"detects the layout of each layer if no source is given"
         )
     return next(iter(starts))
 
@@ -69,11 +69,11 @@ def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> s
 def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> list[LayerTensors]:
     """Find the attention layers of a state, each in its layout, by names and shapes alone.
 
-    The layout with most names takes all of its layers first, then the next takes of the rest.
-    Layers whose names differ by numbers alone have one layout. `expected` is as above.
+    Layouts claim their layers in order of their number of names, the largest first. Layers whose
+    names differ only in numbers have the same layout. `expected` is as in `detect`.
 
     Raises:
-        ValueError: there is none, or one that no layout fits.
+        ValueError: there is no layer, or a layer that no layout fits.
     """
     kinds = {name: _by_kind(layout, shapes) for name, layout in LAYOUTS.items()}
     found: list[LayerTensors] = []
@@ -82,7 +82,7 @@ def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> l
         found += best
         taken |= {name for layer in best for name in layer.names}
     chosen = {layer.layout.name for layer in found}
-    near: list[str] = []  # of kinds of layers of which others fit
+    near: list[str] = []  # of layers of a kind in which others fit
     faults: list[str] = []
     for layout, groups in kinds.items():
         for group in groups.values():
@@ -96,19 +96,25 @@ def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> l
                 elif layout in chosen or not found or "has an adapter" in fault:
                     faults.append(fault)
     # An unexpected name is closer to a match than a missing name.
-    signs = "norms of q and k", "has an adapter", "no place for", "do not fit together", "misses"
+    signs = (
+        "norms of q and k",
+        "has an adapter",
+        "does not contain",
+        "do not fit together",
+        "misses",
+    )
     for fault in (one for some in (near, faults) for sign in signs for one in some if sign in one):
         raise ValueError(f"detect_layout(…): no known layout fits; nearest: {fault}")
     if not found:
         raise ValueError(
             f"detect_layout(…): none of the known layouts has the names {_some(shapes)}; "
-            f"known are {', '.join(LAYOUTS)}"
+            f"layouts: {', '.join(LAYOUTS)}"
         )
     return found
 
 
 _Kinds = dict[str, dict[str, "LayerTensors | ValueError"]]
-"""The layers of a layout, or why they are none, by a name and by their numbered prefix."""
+"""The layers of a layout, or their errors, by a name and by their numbered prefix."""
 
 
 def _by_kind(layout: Layout, shapes: Mapping[str, Shape]) -> _Kinds:
@@ -124,7 +130,7 @@ def _largest(
     shapes: Mapping[str, Shape],
     expected: str | None,
 ) -> list[LayerTensors]:
-    """Return the layers of the layout with most names that are not taken; none if none fits."""
+    """Return the unclaimed layers of the layout with the most names; empty if no layout fits."""
     best, chosen = (0, ""), []
     for layout in LAYOUTS.values():
         layers: list[LayerTensors] = []
@@ -155,7 +161,7 @@ def _resolve_twin(
     """Return this layout or its twin, which has the same names.
 
     Raises:
-        ValueError: it may be either.
+        ValueError: the layout is ambiguous.
     """
     assert layout.twin is not None
     other, why = layout.twin
@@ -170,8 +176,8 @@ def _resolve_twin(
         packed, out = held["qkv.weight"], held["out.weight"]
         if shapes[packed][0] == 3 * shapes[out][1]:
             raise ValueError(
-                f"detect_layout(…): {packed} {list(shapes[packed])} may be of layout {other!r} or "
-                f"of {layout.name!r}: names and shapes are the same, and the rows of {why}; say "
+                f"detect_layout(…): {packed} {list(shapes[packed])} may have layout {other!r} or "
+                f"{layout.name!r}: names and shapes are the same, but the rows of {why}; pass "
                 f"source={other!r} or source={layout.name!r} (--from)"
             )
     return layout.name
@@ -184,11 +190,11 @@ class LayerTensors:
     Attributes:
         prefix: the common start of its names; empty for the state of one layer.
         form: the form of its layout.
-        where: the names in the state for each tensor of the form, one for each head if heads have
+        where: the names in the state for each tensor of the form, one per head if heads have
             their own tensors.
-        names: all its names, including masks.
-        first: the first of them in the state.
-        near: those names in the layout's `partial` that are beside it.
+        names: all names of the layer, including masks.
+        first: the first of these names in the state.
+        near: the names in the layout's `partial` that are next to the layer.
     """
 
     layout: Layout
@@ -201,7 +207,7 @@ class LayerTensors:
 
     @property
     def partial(self) -> str | None:
-        """Models with these names and names beside them that may rotate a part of each head."""
+        """Models with these names, and names next to them, that may rotate a part of each head."""
         return next(
             (models for name, models in self.layout.partial.items() if name in self.near), None
         )
@@ -211,7 +217,7 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], call: str) -> list[
     """Find every attention layer of a layout in a state.
 
     Raises:
-        ValueError: there is none; or one has missing or extra names, or contradictory shapes.
+        ValueError: there is no layer, or a layer has missing or extra names or inconsistent shapes.
     """
     layers = []
     for _, _, layer in _attempts(layout, shapes, call):
@@ -221,7 +227,7 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], call: str) -> list[
     if not layers:
         expected = [name for name in layout.forms[0].tensors if name.endswith(("weight", "kernel"))]
         raise ValueError(
-            f"{call}: no layer of layout {layout.name!r}: the names are {_some(shapes)}, and it "
+            f"{call}: no layer of layout {layout.name!r}: the names are {_some(shapes)}, but it "
             f"has {_some(expected or layout.forms[0].tensors)}{_looks_like(layout, shapes, call)}"
         )
     return layers
@@ -232,7 +238,7 @@ def _attempts(
 ) -> Iterator[tuple[str, str, LayerTensors | ValueError]]:
     """Yield a name and the prefix of every layer, and the layer or the reason why it does not fit.
 
-    A projection inside a PEFT adapter is such a reason, and comes first.
+    A projection inside a PEFT adapter is such a reason and is reported first.
     """
     prefixes: dict[str, str] = {}
     adapters: dict[str, str] = {}
@@ -254,8 +260,8 @@ def _attempts(
             name,
             prefix,
             ValueError(
-                f"{call}: {name} is only a part of layout {layout.name!r}'s projection: it has an "
-                f"adapter; merge that first (PEFT's merge_and_unload())"
+                f"{call}: {name} is only a part of a projection of layout {layout.name!r}: it has "
+                f"an adapter; merge it first (PEFT's merge_and_unload())"
             ),
         )
     for prefix, name in prefixes.items():
@@ -305,12 +311,11 @@ def _layer(
             extra.append(name)
     if extra:
         reason = (
-            "; a bias of only some of q, k and v does not say whose it is: "
-            "build the layer with all three"
+            "; a bias of only some of q, k and v is ambiguous: build the layer with all three"
             if any(name.endswith("some_bias") for name in extra)
             else _looks_like(layout, shapes, call)
         )
-        raise ValueError(f"{call}: layout {layout.name!r} has no place for {_some(extra)}{reason}")
+        raise ValueError(f"{call}: layout {layout.name!r} does not contain {_some(extra)}{reason}")
     for name, group in where.items():
         if "{n}" in name and (gap := _gap(name, prefix, group)):
             raise ValueError(f"{call}: layout {layout.name!r} numbers its heads from 0; here {gap}")
@@ -330,7 +335,7 @@ def _layer(
 def _match(
     form: LayerForm, names_here: Mapping[str, str]
 ) -> tuple[LayerForm, dict[str, tuple[str, ...]], list[str]]:
-    """Match the names of a state to the tensors of a form; return the missing ones too."""
+    """Match the names of a state to the tensors of a form; also return the missing ones."""
     where: dict[str, tuple[str, ...]] = {}
     for name in form.tensors:
         pattern, matches = named_as(name), []
@@ -378,7 +383,7 @@ def _agree(layer: LayerTensors, shapes: Mapping[str, Shape], call: str) -> None:
             shape = shapes[full]
             if len(shape) != len(axes):
                 raise ValueError(
-                    f"{call}: {full} has shape {list(shape)}, and layout {layer.layout.name!r} "
+                    f"{call}: {full} has shape {list(shape)}, but layout {layer.layout.name!r} "
                     f"has {len(axes)} axes there, {pattern}"
                 )
             for axis, length in zip(axes, shape, strict=True):
@@ -394,36 +399,36 @@ def _agree(layer: LayerTensors, shapes: Mapping[str, Shape], call: str) -> None:
 def check_state(state: object, function: str) -> None:
     kind = type(state).__name__
     if not isinstance(state, Mapping):
-        hint = "; give its .state_dict()" if hasattr(state, "state_dict") else ""
-        raise ValueError(f"{function}({kind}): a mapping from names to tensors was expected{hint}")
+        hint = "; pass its .state_dict()" if hasattr(state, "state_dict") else ""
+        raise ValueError(f"{function}({kind}): state must map names to tensors{hint}")
     if not state:
         raise ValueError(f"{function}(…): the state is empty")
     for name in state:
         if not isinstance(name, str):
-            raise ValueError(f"{function}(…): {name!r} is no name of a tensor; names are text")
+            raise ValueError(f"{function}(…): names of tensors must be str, got {name!r}")
 
 
 def tensor_of(name: str, value: Any, call: str) -> Tensor:
     """Return a value of a state as a tensor; a copy unless it is one already."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise ValueError(f"{call}: {name} is {value.layout}; only dense tensors are converted")
+            raise ValueError(f"{call}: {name} must be a dense tensor, got {value.layout}")
         return value
     if isinstance(value, list | tuple):
         try:
             return torch.tensor(_numbers(value), dtype=torch.float64)
         except (TypeError, ValueError):
-            raise ValueError(f"{call}: {name} is no matrix of numbers") from None
+            raise ValueError(f"{call}: {name} must be a matrix of numbers") from None
     if hasattr(value, "__array__"):
         array = np.array(value)
-        if array.dtype.name == "bfloat16":  # NumPy itself does not have it
+        if array.dtype.name == "bfloat16":  # a dtype that NumPy lacks
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    raise ValueError(f"{call}: {name} is a {type(value).__name__}, and no tensor or array")
+    raise ValueError(f"{call}: {name} must be a tensor or an array, got {type(value).__name__}")
 
 
 def _numbers(value: Any) -> Any:
-    """Return nested lists of plain numbers; a scalar with an attribute `data` gives that."""
+    """Return nested lists of plain numbers; use the attribute `data` of scalars that have one."""
     if isinstance(value, list | tuple):
         return [_numbers(item) for item in value]
     return float(getattr(value, "data", value))

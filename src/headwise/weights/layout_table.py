@@ -117,13 +117,13 @@ _META_MODEL = {
 
 _IN_PART = {
     "input_layernorm.bias": "StableLM, Nemotron",
-    "mlp.gate_up_proj.weight": "GLM, which also turns neighbours already",
+    "mlp.gate_up_proj.weight": "GLM, which already rotates neighbors",
 }
 
 _ROWS = (
     Layout(
         "microgpt",
-        "pure Python: lists of rows, one matrix each, no biases",
+        "pure Python: a list of rows per matrix, no biases",
         (
             LayerForm(
                 {f"attn_w{part}": (f"{part}.weight", "(n d) i") for part in "qkv"}
@@ -135,7 +135,7 @@ _ROWS = (
     ),
     Layout(
         "per_head",
-        "CausalAttention modules, one a head, joined without an output projection",
+        "CausalAttention modules, one per head, joined without an output projection",
         (
             LayerForm(
                 _linears(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
@@ -149,7 +149,7 @@ _ROWS = (
     ),
     Layout(
         "notebook",
-        "raw matrices, one set a head and as wide as the input, no output projection",
+        "raw matrices, one set per head, as wide as the input, no output projection",
         (
             LayerForm(
                 {f"heads.{{n}}.W_{part}": (f"{part}.weight", "i d") for part in "qkv"},
@@ -189,7 +189,7 @@ _ROWS = (
     ),
     Layout(
         "headwise",
-        "headwise.MultiHeadAttention: one Linear for q|k|v; q and k|v where the context is wider",
+        "headwise.MultiHeadAttention: one Linear for q|k|v; q and k|v for a wider context",
         (
             LayerForm(
                 _packed("qkv", "out") | _NORMS | _EPS,
@@ -214,7 +214,7 @@ _ROWS = (
     ),
     Layout(
         "torch",
-        "nn.MultiheadAttention: in_proj_weight, or three matrices where kdim or vdim differ",
+        "nn.MultiheadAttention: in_proj_weight, or three matrices if kdim or vdim differ",
         (
             LayerForm(
                 {
@@ -289,11 +289,11 @@ _ROWS = (
         ),
         home="attn",
         model=_NANOGPT_MODEL,
-        twin=("nanogpt", "GPTBigCode's with multi_query=False are q, k and v head by head"),
+        twin=("nanogpt", "GPTBigCode with multi_query=False are q, k and v head by head"),
     ),
     Layout(
         "bert",
-        "Hugging Face's BERT, ESM and their kin: query, key, value and output.dense",
+        "Hugging Face's BERT, ESM and similar: query, key, value and output.dense",
         (LayerForm(_linears("self.query", "self.key", "self.value", "output.dense")),),
         masks=("self.rotary_embeddings.inv_freq",),
         ignored=("output.LayerNorm.", "LayerNorm."),
@@ -317,7 +317,7 @@ _ROWS = (
     ),
     Layout(
         "llama_meta",
-        "Meta's Llama: wq, wk, wv and wo, neighbouring features rotated",
+        "Meta's Llama: wq, wk, wv and wo, neighboring features rotated",
         (
             LayerForm(
                 {f"w{part}.weight": (f"{part}.weight", "(n d) i") for part in "qkv"}
@@ -332,7 +332,7 @@ _ROWS = (
     ),
     Layout(
         "qwen",
-        "Qwen 2 (biases of q, k and v) and Qwen 3 (norms of q and k); else as llama",
+        "Qwen 2 (biases of q, k and v) and Qwen 3 (norms of q and k); otherwise as llama",
         (
             LayerForm(
                 _linears("q_proj", "k_proj", "v_proj")
@@ -398,7 +398,7 @@ _ROWS = (
     ),
     Layout(
         "falcon",
-        "Hugging Face's Falcon and Bloom: neox's names; grouped heads lie group by group",
+        "Hugging Face's Falcon and Bloom: neox's names; grouped heads are stored group by group",
         (
             LayerForm(
                 _packed("query_key_value", "dense", "n p d"),
@@ -411,7 +411,7 @@ _ROWS = (
     ),
     Layout(
         "gptj",
-        "Hugging Face's GPT-J: q_proj … out_proj without biases, neighbouring features rotated",
+        "Hugging Face's GPT-J: q_proj … out_proj without biases, neighboring features rotated",
         (LayerForm(_linears("q_proj", "k_proj", "v_proj", "out_proj", bias=False)),),
         rope="interleaved",
         masks=("bias", "masked_bias", "embed_positions"),
@@ -547,7 +547,7 @@ _ROWS = (
     ),
     Layout(
         "keras",
-        "Keras MultiHeadAttention and GroupQueryAttention: heads on an axis of their own",
+        "Keras MultiHeadAttention and GroupQueryAttention: heads on a separate axis",
         (
             LayerForm(
                 _heads_apart("/", "attention_output"),
@@ -558,7 +558,7 @@ _ROWS = (
     ),
     Layout(
         "flax",
-        "Flax's nnx.MultiHeadAttention: heads on an axis of their own",
+        "Flax's nnx.MultiHeadAttention: heads on a separate axis",
         (
             LayerForm(
                 _heads_apart(".", "out"),

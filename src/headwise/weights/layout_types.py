@@ -1,4 +1,4 @@
-"""The types of weight layouts: sizes, rules about them, the tensors of a layer, a row."""
+"""The types of weight layouts: sizes, conditions on sizes, the tensors of a layer, and layouts."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ HEADS_FILL_WIDTH = SizeRule(
 )
 HEADS_AS_WIDE_AS_INPUT = SizeRule(
     lambda s: s.head_dim == s.embed_dim,
-    "heads of width {s.head_dim}, which is not the input's {s.embed_dim}",
+    "heads of width {s.head_dim} instead of the input's {s.embed_dim}",
 )
 VALUES_AS_WIDE = SizeRule(
     lambda s: s.value_dim == s.head_dim,
-    "value heads of width {s.value_dim} beside keys of {s.head_dim}",
+    "value heads of width {s.value_dim} with keys of width {s.head_dim}",
 )
 ONE_INPUT = SizeRule(
     lambda s: s.embed_dim == s.key_width == s.value_width,
     "inputs of several widths (q {s.embed_dim}, k {s.key_width}, v {s.value_width}), "
-    "as cross-attention may have",
+    "as in cross-attention",
 )
 ONE_CONTEXT = SizeRule(
     lambda s: s.key_width == s.value_width,
@@ -89,16 +89,16 @@ FREE_HEADS = (VALUES_AS_WIDE, ONE_INPUT, KEEPS_WIDTH)
 """The rules of current decoders: grouped heads, and heads of any width."""
 
 ADDING_ONE = (
-    "multiply by 1 + weight; add 1 to these weights, and give the layer without what is beside it "
-    "(config.json too)"
+    "multiply by 1 + weight; add 1 to these weights, and pass only the tensors of the layer, "
+    "without config.json"
 )
 NORMED_VALUES = (
-    "come with a norm of the values, which has no weight and for which no layout has a place; "
+    "come with a norm of the values, which has no weight and which no layout supports; "
     "these layers cannot be converted"
 )
 WITHOUT_WEIGHTS = (
-    "have no weights, so that no name shows them; add q_norm.weight and k_norm.weight of ones to "
-    "the layers that have them, and give these without config.json"
+    "have no weights and therefore no names; add q_norm.weight and k_norm.weight of ones to "
+    "the layers that have them, and convert these without config.json"
 )
 """Descriptions of norms of queries and keys that are not RMS norms times the weight."""
 
@@ -130,7 +130,7 @@ class Layout:
             second halves), `interleaved` (pair by pair), or None without rotation.
         turns: True if query head h reads key/value head `h % G`, as if keys and values were
             repeated as a whole; otherwise `h // (H // G)`.
-        masks: names of masks and other buffers that are not weights; they are left out.
+        masks: names of masks and other buffers that are not weights; they are omitted.
         ignored: prefixes of other names within a layer.
         home: the usual last part of the name of the layer in a model.
         lists: weights are nested lists of numbers, not tensors.
@@ -138,12 +138,11 @@ class Layout:
             matrices (`i o` or `o i`); roles of both source and target are renamed and transposed.
         other_norms: names beside a layer with q_norm and k_norm, and the reason why its norms are
             not those of the layout; the first match counts.
-        partial: names beside a layer (empty for any), and the models with them that may rotate only
-            a part of each head.
-        twin: another layout with the same names and shapes, which differs if there are as many
-            key/value heads as query heads; and the reason for the ambiguity.
-        aliases: names within a layer, in the form of a module of its own, and the names that are
-            stored for them.
+        partial: names next to a layer (empty for any), and the models with them that may rotate
+            only a part of each head.
+        twin: another layout with the same names and shapes, which differs if the numbers of
+            query and key/value heads are equal; and the reason for the ambiguity.
+        aliases: names within a layer, in the form of a separate module, and their stored names.
     """
 
     name: str
@@ -170,7 +169,7 @@ class Layout:
         return _replaced(plain, self.aliases)
 
     def holds(self, part: str) -> bool:
-        """Return True if one of the layout's tensors can be this part, such as `q_norm.eps`."""
+        """Return True if a tensor of the layout can hold this part, such as `q_norm.eps`."""
         return any(part == held for form in self.forms for held, _ in form.tensors.values())
 
 

@@ -17,7 +17,7 @@ _EPS = ("rms_norm_eps", "layer_norm_eps")
 _SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 _WORDS = {"vision": "vis"}
-"""Words in the names of layers of a part, if they are not the part's name."""
+"""Words in the names of a part's layers, if they differ from the part's name."""
 
 _SHARE_OF = {
     "bamba": 0.5,
@@ -35,7 +35,7 @@ _NEIGHBOURS = (
     "blt cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4v glm_ocr "
     "helium llama4 llama4_text moonshine moonshine_streaming"
 ).split()
-"""Model types of transformers with Llama's names that rotate neighbouring features."""
+"""Model types of transformers with Llama's names that rotate neighboring features."""
 
 
 _OTHER_NORMS = {
@@ -57,7 +57,7 @@ class ModelConfig:
         num_heads, num_kv_heads: head counts.
         layout: the layout of the weights, if another one has the same names and shapes.
         rotary_dim: the number of features of each head that move between orders of rotation.
-        rotary_shares: or the share of them; several if layers differ.
+        rotary_shares: alternatively the shares of these features; several if layers differ.
         qk_norm_eps: the eps of norms of queries and keys.
         other_norms: a description of norms that are not RMS norms times the weight.
         parts: the options of parts of the model, by a word in the names of their layers.

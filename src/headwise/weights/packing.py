@@ -35,7 +35,7 @@ def sizes_of(
     """Return the sizes that follow from shapes and head counts.
 
     Raises:
-        ValueError: they contradict each other or are not sufficient.
+        ValueError: the shapes are inconsistent or do not determine the sizes.
     """
     axes: dict[tuple[str, ...], tuple[int, str]] = {}  # (part, letters…) -> length, name
     for name, (parts, pattern) in patterns.items():
@@ -51,18 +51,18 @@ def sizes_of(
             name = axes[key][1]
             raise ValueError(
                 f"{call}: {name} {list(tensors[name].shape)} does not fit {argument}={of}: "
-                f"{rows} rows are no multiple of it"
+                f"{rows} rows are not a multiple of it"
             )
         return rows // of
 
     stored_heads = length("q", "n")
     if stored_heads is not None and num_heads not in (None, stored_heads):
         raise ValueError(
-            f"{call}: the weights have {stored_heads} heads, and num_heads={num_heads}"
+            f"{call}: the weights have {stored_heads} heads, but num_heads={num_heads}"
         )
     heads = num_heads if stored_heads is None else stored_heads
     if heads is None:
-        raise ValueError(f"{call}: the shapes do not say how many heads there are; give num_heads")
+        raise ValueError(f"{call}: the shapes do not determine the number of heads; pass num_heads")
 
     packed = next((key for key in axes if "p" in key), None)
     rows = {
@@ -109,7 +109,7 @@ def sizes_of(
 
 
 def unpack(parts: str, pattern: str, tensor: Tensor, sizes: LayerSizes) -> Parts:
-    """Return the parts that one stored tensor holds."""
+    """Return the parts in one stored tensor."""
     held, kind = parts.split(".")
     if kind == "weight" and held == "out":
         return {parts: _arranged(tensor, pattern, "o n d", held, sizes)}
@@ -144,7 +144,7 @@ def write(
     """Return the parts in the first of the target's forms that can hold them.
 
     Raises:
-        ValueError: none of them can; the message names what they cannot hold.
+        ValueError: no form can hold them; the message lists the unsupported parts.
     """
     refused: list[str] = []
     for form in forms_at(target, prefix):
@@ -155,7 +155,7 @@ def write(
 
 
 def forms_at(layout: Layout, prefix: str) -> list[LayerForm]:
-    """Return the forms in which a layer of that prefix may be written, the most likely first."""
+    """Return the forms in which a layer with that prefix can be written, the most likely first."""
     name = prefix.rstrip("./")
     at_home = [form for form in layout.forms if form.home and name.endswith(form.home)]
     return at_home + [form for form in layout.forms if form.home is None]
@@ -164,7 +164,7 @@ def forms_at(layout: Layout, prefix: str) -> list[LayerForm]:
 def refusals(
     parts: Parts, sizes: LayerSizes, form: LayerForm, origins: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return phrases for everything that a form cannot hold; `origins` are original names."""
+    """Return phrases for all parts that a form cannot hold; `origins` are the original names."""
     refused = [phrase for rule in form.rules if (phrase := rule.refusal(sizes)) is not None]
     places = {part for held, _ in form.tensors.values() for part in parts_of(held)}
     for part, tensor in parts.items():
@@ -252,7 +252,7 @@ def subset(
     heads: Tensor,
     groups: Tensor,
 ) -> Tensor:
-    """Return a stored tensor with some of the heads, and some of the key/value heads, alone."""
+    """Return a stored tensor with only the given heads and key/value heads."""
     parts = unpack(held, pattern, tensor, sizes)
     for name, part in parts.items():
         which = name.split(".")[0]
@@ -282,7 +282,7 @@ def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: Laye
 
 
 def _neutral(part: str, parts: Parts, sizes: LayerSizes) -> Tensor:
-    """Return the bias or output projection that changes nothing."""
+    """Return the bias or output projection that has no effect."""
     like = parts["q.weight"]
     if part == "out.weight":
         square = torch.eye(sizes.out_width, dtype=like.dtype, device=like.device)
@@ -312,7 +312,7 @@ def reorder(parts: Parts, old: str | None, new: str | None, rotated: int | None,
     The first `rotated` features of each head are rotated, by default all; the others stay.
 
     Raises:
-        ValueError: an odd number of rotated features, or more than the heads have.
+        ValueError: the number of rotated features is odd or exceeds the width of the heads.
     """
     before, after = (order or "half" for order in (old, new))
     if before == after:

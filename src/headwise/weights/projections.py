@@ -128,9 +128,9 @@ class _Joint(QueryKeyProjections):
 
 
 class _Adapted(QueryKeyProjections):
-    """Projections of which some have adapters of PEFT, `base + B A` in LoRA.
+    """Projections, some of them with PEFT adapters, such as `base + B A` in LoRA.
 
-    The rows of base and B are scaled, and the magnitude of DoRA. The factors of IA3 stay.
+    The rows of base and B and the magnitude of DoRA are scaled. The factors of IA3 are unchanged.
     """
 
     def __init__(self, bare: QueryKeyProjections, tensors: Mapping[str, Tensor]) -> None:
@@ -144,7 +144,7 @@ class _Adapted(QueryKeyProjections):
             if kind in ("lora_B", "lora_magnitude_vector"):
                 self.more.setdefault(f"{projection}.weight", []).append((name, x.dim()))
             elif kind not in (None, "lora_A", "ia3_l") and _OF_QUERIES_OR_KEYS.search(projection):
-                raise ValueError(f"of the adapters of PEFT, {kind!r} ({name}) cannot be scaled")
+                raise ValueError(f"PEFT adapters of the kind {kind!r} ({name}) cannot be scaled")
         self.own = frozenset(self.base[name] for name in bare.own)
         self.queries, self.keys = self._all(bare.queries), self._all(bare.keys)
 
@@ -184,7 +184,7 @@ def projections_of(
         kind: the class of the module; it decides between layouts with the same names and shapes.
 
     Raises:
-        ValueError: no known layout fits, or it does not fit so many heads.
+        ValueError: no known layout fits, or the layout does not fit num_heads.
     """
     if {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight"} <= tensors.keys():
         return _Latent(tensors, num_heads)
@@ -213,23 +213,23 @@ def projections_of(
 def _layers_of(
     shapes: tuple[tuple[str, Shape], ...], expected: str | None
 ) -> list[LayerTensors] | str:
-    """Return the layer with these tensors, one for each of its streams, or why there is none."""
+    """Return the layer with these tensors, one for each of its streams, or the reason for none."""
     own = {name: shape for name, shape in shapes if not _beside(name)}
     if not own:
-        return "it has no weights of its own"
+        return "it has no own weights"
     try:
         layers = detect_layers(own, expected)
     except ValueError as error:
         return str(error).removeprefix("detect_layout(…): ")
     whole = [layer for layer in layers if not layer.prefix]
     if not whole:
-        return "its weights belong to parts of it"
+        return "its weights belong to its submodules"
     added = {name.split(".")[0] + "." for name in whole[0].layout.aliases}
     return whole[:1] + [layer for layer in layers if layer.prefix in added]
 
 
 def _meant(kind: type | None) -> str | None:
-    """Return the layout of a type of module whose names fit two layouts."""
+    """Return the layout of a module type whose names fit two layouts."""
     if kind is None:
         return None
     return "gpt_bigcode" if any("GPTBigCode" in one.__name__ for one in kind.__mro__) else "nanogpt"
@@ -237,7 +237,7 @@ def _meant(kind: type | None) -> str | None:
 
 @lru_cache(4096)
 def _beside(name: str) -> bool:
-    """Return True if a tensor has no part in queries and keys: sinks, or one of another module."""
+    """Return True if a tensor is not involved in queries and keys: sinks, or another module's."""
     if name == "sinks":
         return True
     if "." not in name or _OF_QUERIES_OR_KEYS.search(name):
