@@ -76,8 +76,10 @@ def test_every_rung_runs_and_agrees(found: Ladder) -> None:
 
 def test_what_is_left_out_says_why(found: Ladder) -> None:
     said = notes(found, str(OTHER))
-    assert any(note.startswith("scalar left out: number by number, 205,140 m") for note in said)
-    assert any(note.startswith("FlexAttention left out") and "--compile" in note for note in said)
+    assert any(
+        note.startswith("scalar not run: 205,140 multiply-adds, number by number") for note in said
+    )
+    assert any(note.startswith("FlexAttention not run") and "--compile" in note for note in said)
     assert any("output projection put after it" in note for note in said)
 
 
@@ -296,14 +298,14 @@ def test_sizes_are_read_once_each() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--sizes", "1x16x16"), "--sizes 1x16x16: give batch x length x width x heads"),
-        (("--sizes", "1x16x16x4,"), "--sizes : give batch x length x width x heads"),
+        (("--sizes", "1x16x16"), "--sizes 1x16x16: must be batch x length x width x heads"),
+        (("--sizes", "1x16x16x4,"), "--sizes : must be batch x length x width x heads"),
         (("--sizes", "1x16x0x4"), "whole numbers of at least 1, such as 1x16x16x4"),
-        (("--sizes", "-1x16x16x4"), "give batch x length x width x heads"),
+        (("--sizes", "-1x16x16x4"), "must be batch x length x width x heads"),
         (("--sizes", "1x16x16x5"), "the width 16 must be a multiple of the 5 heads"),
-        (("--sizes", "1x9000000x16x4"), "GiB, and this machine has"),
-        (("--rounds", "0"), "--rounds 0: must be at least 1"),
-        (("--device", "tpu"), "--device tpu: give cpu or cuda"),
+        (("--sizes", "1x9000000x16x4"), "GiB, but this machine has"),
+        (("--rounds", "0"), "--rounds must be at least 1, got 0"),
+        (("--device", "tpu"), "--device must be cpu or cuda, got tpu"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -351,7 +353,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "B x T x E x H = 2x5x6x3" in out
     for name in NAMES:
         assert re.search(rf"^ *{re.escape(name)} ", out, re.MULTILINE), name
-    assert "FlexAttention left out" in out
+    assert "FlexAttention not run" in out
     assert re.search(r"this machine, in the same run: [\d,]+ GFLOP/s", out)
 
 

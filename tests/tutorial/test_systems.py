@@ -539,7 +539,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: functional.MultiHead(12, 3)(one, mask=torch.ones(T, T)),
-        "the mask is torch.float32 and must be bool, True where a query may attend",
+        "the mask must be bool, True where a query may attend, got torch.float32",
     ),
     (
         lambda: functional.MultiHead(12, 3)(one, mask=torch.ones(T, S).bool()),

@@ -32,7 +32,7 @@ def scaled_dot_product_attention(
         query without a visible key has weights and output 0.
 
     Raises:
-        ValueError: shapes that do not fit, or a mask that is not bool.
+        ValueError: shapes do not fit, or the mask is not bool.
 
     >>> Q = K = V = torch.eye(2)
     >>> output, weights = scaled_dot_product_attention(Q, K, V, torch.eye(2).bool())
@@ -55,9 +55,9 @@ class MultiHead(nn.Module):
 
     Args:
         d_model: width of the inputs and of the output.
-        h: heads.
-        d_k: width of a head's queries and keys; default `d_model // h`.
-        d_v: width of a head's values; default `d_model // h`.
+        h: number of heads.
+        d_k: width of a head's queries and keys; default: `d_model // h`.
+        d_v: width of a head's values; default: `d_model // h`.
         bias: True for biases in the four Linears; the paper has none.
 
     >>> layer = MultiHead(d_model=8, h=2)
@@ -100,16 +100,16 @@ class MultiHead(nn.Module):
 
         Args:
             Q: `[..., T, d_model]`.
-            K: `[..., S, d_model]`; none: Q, which is self-attention.
-            V: `[..., S, d_model]`; none: K.
-            mask: True where a query may attend: `[T, S]` for all alike, or with an axis for every
-                axis of the weights, `[..., 1, T, S]` for all heads or `[..., h, T, S]`.
+            K: `[..., S, d_model]`; default: Q (self-attention).
+            V: `[..., S, d_model]`; default: K.
+            mask: True where a query may attend: `[T, S]` for all sequences and heads, or with all
+                axes of the weights, `[..., 1, T, S]` for all heads or `[..., h, T, S]`.
 
         Returns:
             The output `[..., T, d_model]` and every head's weights `[..., h, T, S]`.
 
         Raises:
-            ValueError: shapes that do not fit, or a mask that is not bool.
+            ValueError: shapes do not fit, or the mask is not bool.
         """
         K = Q if K is None else K
         V = K if V is None else V
@@ -139,8 +139,8 @@ class MultiHead(nn.Module):
 def _quote(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None) -> str:
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(
-            f"the mask is a {type(mask).__name__} and must be a bool tensor, True where a query "
-            "may attend; of a mask of headwise, mask.dense(queries=T, keys=S)[0, 0] is one"
+            f"the mask must be a bool tensor, True where a query may attend, got "
+            f"{type(mask).__name__}; for a headwise mask: mask.dense(queries=T, keys=S)[0, 0]"
         )
     given = "" if mask is None else f", mask {list(mask.shape)}"
     return f"Q {list(Q.shape)}, K {list(K.shape)}, V {list(V.shape)}{given}"
@@ -162,7 +162,7 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None) -> None:
         return
     if mask.dtype != torch.bool:
         raise ValueError(
-            f"{call}: the mask is {mask.dtype} and must be bool, True where a query may attend"
+            f"{call}: the mask must be bool, True where a query may attend, got {mask.dtype}"
         )
     wanted = (*scores, Q.shape[-2], K.shape[-2])
     try:

@@ -2,8 +2,8 @@
 
 `GPT2MultiHeadAttention` has the names of Modular's book "Build an LLM from scratch in MAX" (the
 book's own class is in `max_gpt2.py`) and the weight names of Hugging Face, whose GPT-2 layers load
-without conversion. One fault of the book is fixed: its `causal_mask` ignores cached tokens, which
-breaks every cache; here it is aligned to the end.
+without conversion. One bug of the book is fixed: its `causal_mask` ignores cached tokens, which
+breaks every cache; here the mask is aligned to the end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ._checks import check_dropout, check_heads, check_input, check_sizes
 class GPT2Sizes(Protocol):
     """The sizes that the layer reads from a configuration, such as Hugging Face's GPT2Config.
 
-    Where they exist, it also reads `n_positions` (the longest sequence), `attn_pdrop` and
-    `resid_pdrop`.
+    If present, `n_positions` (the maximum sequence length), `attn_pdrop` and `resid_pdrop` are also
+    read.
     """
 
     n_embd: int
@@ -38,15 +38,15 @@ def causal_mask(
 ) -> Float[Tensor, "T n"]:
     """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 
-    Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
-    last key.
+    The mask is aligned to the end: query i is at position `num_tokens + i`, so the last query sees
+    the last key.
 
     Args:
-        sequence_length: T, the queries.
-        num_tokens: P, the tokens that were cached before them.
+        sequence_length: T, the number of queries.
+        num_tokens: P, the number of tokens cached before them.
 
     Returns:
-        `[T, P + T]`: 0 where key j may be seen, `j <= P + i`, and −inf elsewhere.
+        `[T, P + T]`: 0 where key j is visible, `j <= P + i`, and −inf elsewhere.
 
     >>> causal_mask(2, 1)
     tensor([[0., 0., -inf],
@@ -74,11 +74,11 @@ class GPT2MultiHeadAttention(nn.Module):
     """Causal self-attention with GPT-2's names: `c_attn` projects to q, k and v, `c_proj` back.
 
     Args:
-        config: with `n_embd`, the width E, and `n_head`, the heads H; see `GPT2Sizes`.
+        config: has `n_embd`, the width E, and `n_head`, the number of heads H; see `GPT2Sizes`.
 
     Raises:
-        ValueError: n_embd is no multiple of n_head, a dropout outside [0, 1), or a variant of
-            GPT-2's scaling that this layer does not have.
+        ValueError: n_embd is not a multiple of n_head, a dropout is outside [0, 1), or the config
+            requires a variant of GPT-2's scaling that is not supported.
 
     >>> from types import SimpleNamespace
     >>> layer = GPT2MultiHeadAttention(SimpleNamespace(n_embd=12, n_head=3))
@@ -103,7 +103,7 @@ class GPT2MultiHeadAttention(nn.Module):
         self.register_load_state_dict_pre_hook(_leave_out_masks)
 
     def forward(self, hidden_states: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """Attend from every position to itself and those before it."""
+        """Attend from every position to itself and to earlier positions."""
         check_input(self, hidden_states, self.embed_dim, self.n_positions)
         query, key, value = self._project(hidden_states)
         return self._output(self._attn(query, key, value))
@@ -125,7 +125,7 @@ class GPT2MultiHeadAttention(nn.Module):
             The output `[B, T, E]`, and key and value `[B, H, P + T, D]` for the next call.
 
         Raises:
-            ValueError: another width, a past that does not fit, or a text over `n_positions`.
+            ValueError: the width or the past does not fit, or the text exceeds `n_positions`.
         """
         self._check_past(hidden_states, past_key, past_value)
         query, key, value = self._project(hidden_states)
@@ -185,16 +185,16 @@ def _probability(config: GPT2Sizes, name: str) -> float:
 
 
 def check_variant(config: GPT2Sizes) -> None:
-    """Raise ValueError for variants that Hugging Face's layer computes otherwise."""
+    """Raise ValueError for variants that Hugging Face's layer computes differently."""
     for name, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if getattr(config, name, usual) != usual:
             raise ValueError(
-                f"GPT2MultiHeadAttention({name}={not usual}): scores are always divided by the "
-                f"root of the head's dimension and by nothing else; {name} must be {usual}"
+                f"GPT2MultiHeadAttention({name}={not usual}): scores are always divided only by "
+                f"the root of the head dimension; {name} must be {usual}"
             )
 
 
 def _leave_out_masks(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Remove the buffers `bias` and `masked_bias` of old files of GPT-2: they are no weights."""
+    """Remove the mask buffers `bias` and `masked_bias` of old GPT-2 files."""
     for name in ("bias", "masked_bias"):
         state.pop(f"{prefix}{name}", None)

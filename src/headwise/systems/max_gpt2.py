@@ -1,13 +1,13 @@
-"""GPT-2's attention on Modular MAX: an optional rung, for those who install MAX themselves.
+"""GPT-2's attention on Modular MAX, an optional rung that requires an installed MAX.
 
-The class of Modular's book "Build an LLM from scratch in MAX", with the names of its torch twin in
-`fused.py`. MAX is proprietary software under a licence of its own (the MAX Platform Software
-License): headwise neither depends on it nor ships any part of it, and nothing else in headwise
+This is the class of Modular's book "Build an LLM from scratch in MAX", with the names of its torch
+twin in `fused.py`. MAX is proprietary software under its own license (the MAX Platform Software
+License). headwise neither depends on MAX nor ships any part of it, and no other module of headwise
 imports this file. It runs on MAX 25.7 (`max.nn.module_v3`) and 26.7 (`max.experimental.nn`).
 
-Two things differ from the book. `causal_mask` is aligned to the end, as the book's ignores cached
-tokens; and the layer has a cached form, `attend_cached`. Compile it once for all lengths: in eager
-mode MAX compiles every operation on its own, which takes minutes.
+It differs from the book in two ways: `causal_mask` is aligned to the end (the book's ignores cached
+tokens), and the layer has a cached form, `attend_cached`. Compile the layer once for all
+lengths: in eager mode, MAX compiles every operation separately, which takes minutes.
 
     layer = load_gpt2(GPT2MultiHeadAttention(config), torch_layer.state_dict())
     run = compile_layer(layer)
@@ -38,12 +38,12 @@ try:
 
     try:
         from max.experimental.nn import Linear, Module
-    except ImportError:  # 25.7 keeps them elsewhere
+    except ImportError:  # MAX 25.7
         from max.nn.module_v3 import Linear, Module
 except ImportError as absent:
     raise ImportError(
         "headwise.systems.max_gpt2 needs Modular MAX, which headwise does not install: it is "
-        "proprietary and under its own licence. If that suits you: pip install max==25.7.0 rich "
+        "proprietary, with its own license. To install it: pip install max==25.7.0 rich "
         f"transformers ({absent})"
     ) from absent
 
@@ -60,15 +60,15 @@ def causal_mask(
 ) -> Any:
     """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 
-    Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
-    last key.
+    The mask is aligned to the end: query i is at position `num_tokens + i`, so the last query sees
+    the last key.
 
     Args:
-        sequence_length: T, the queries; an int, or a symbolic dimension of MAX.
-        num_tokens: P, the tokens that were cached before them.
+        sequence_length: T, the number of queries; an int or a symbolic dimension of MAX.
+        num_tokens: P, the number of tokens cached before them.
 
     Returns:
-        `[T, P + T]`: 0 where key j may be seen, `j <= P + i`, and -inf elsewhere.
+        `[T, P + T]`: 0 where key j is visible, `j <= P + i`, and -inf elsewhere.
     """
     place = DeviceRef.CPU() if device is None else device
     length, past = Dim(sequence_length), Dim(num_tokens)
@@ -84,11 +84,11 @@ class GPT2MultiHeadAttention(Module):
     GPT-2. Weights are on the CPU in float32, and are not initialized.
 
     Args:
-        config: with `n_embd`, the width E, and `n_head`, the heads H.
+        config: has `n_embd`, the width E, and `n_head`, the number of heads H.
 
     Raises:
-        ValueError: sizes below 1, n_embd is no multiple of n_head, or a variant of GPT-2's
-            scaling that this layer does not have.
+        ValueError: a size is below 1, n_embd is not a multiple of n_head, or the config requires a
+            variant of GPT-2's scaling that is not supported.
     """
 
     def __init__(self, config: GPT2Sizes) -> None:
@@ -99,14 +99,14 @@ class GPT2MultiHeadAttention(Module):
         self.embed_dim = config.n_embd
         self.num_heads = config.n_head
         self.head_dim = config.n_embd // config.n_head
-        # Random weights are created on first use: never, if others are loaded.
+        # Random weights are created on first use, so not if others are loaded.
         lazy = F.lazy() if hasattr(F, "lazy") else nullcontext()
         with default_device(CPU()), lazy:
             self.c_attn = Linear(self.embed_dim, 3 * self.embed_dim, bias=True)
             self.c_proj = Linear(self.embed_dim, self.embed_dim, bias=True)
 
     def forward(self, hidden_states: Any) -> Any:
-        """Attend from every position to itself and those before it, `[B, T, E]` to `[B, T, E]`."""
+        """Attend from every position to itself and earlier ones, `[B, T, E]` to `[B, T, E]`."""
         query, key, value = self._project(hidden_states)
         return self._output(self._attn(query, key, value))
 
@@ -156,7 +156,7 @@ class GPT2MultiHeadAttention(Module):
 
 
 class _Cached(Module):
-    """The layer's cached form, as something that MAX can compile."""
+    """The layer's cached form as a module that MAX can compile."""
 
     def __init__(self, layer: GPT2MultiHeadAttention) -> None:
         super().__init__()
@@ -172,14 +172,14 @@ def load_gpt2(layer: GPT2MultiHeadAttention, state: Mapping[str, Array]) -> GPT2
     """Load GPT-2's weights into the layer, and return it.
 
     Args:
-        layer: one of the same sizes.
+        layer: a layer of the same sizes.
         state: the state of one torch layer in the layout `gpt2`, such as `fused.py`'s or Hugging
             Face's `GPT2Attention.state_dict()`: `c_attn.weight` `[E, 3E]`, `c_attn.bias`,
-            `c_proj.weight` `[E, E]`, `c_proj.bias`, as torch tensors or numpy arrays. Old files'
-            mask buffers are passed over.
+            `c_proj.weight` `[E, E]`, `c_proj.bias`, as torch tensors or numpy arrays. Mask
+            buffers of old files are ignored.
 
     Raises:
-        ValueError: other names, or other shapes.
+        ValueError: the names or shapes differ.
     """
     width = layer.embed_dim
     shapes = {
@@ -192,8 +192,8 @@ def load_gpt2(layer: GPT2MultiHeadAttention, state: Mapping[str, Array]) -> GPT2
     given = {name: tuple(array.shape) for name, array in weights.items()}
     if given != shapes:
         raise ValueError(
-            f"load_gpt2(n_embd={width}): expected {shapes}, was given {given}; "
-            "headwise.convert(…, target='gpt2') makes this layout of any other"
+            f"load_gpt2(n_embd={width}): the state must have {shapes}, got {given}; "
+            "headwise.convert(…, target='gpt2') converts other layouts to this one"
         )
     layer.load_state_dict({name: _max_tensor(_numpy(array).T) for name, array in weights.items()})
     return layer
@@ -205,13 +205,13 @@ def compile_layer(
     """Compile the layer for the CPU.
 
     Args:
-        layer: with its weights loaded; later changes of them do not reach what was compiled.
-        batch: how many rows a call has; a name stands for any number.
-        length: how many tokens a row has; a name stands for any number.
+        layer: a layer with loaded weights; later changes do not affect the compiled function.
+        batch: the number of rows in a call; a name allows any number.
+        length: the number of tokens in a row; a name allows any number.
 
     Returns:
-        A function from `[B, T, E]` to `[B, T, E]`: in float32, on numpy arrays or torch tensors;
-        what it gives is numpy's. It raises ValueError for other shapes.
+        A function from `[B, T, E]` to `[B, T, E]` in float32, from numpy arrays or torch tensors to
+        numpy arrays. It raises ValueError for other shapes.
     """
     run = layer.compile(_type(batch, length, layer.embed_dim))
 
@@ -228,11 +228,11 @@ def compile_cached(
     length: int | str = "length",
     past: int | str = "past",
 ) -> Callable[[Array, Array, Array], tuple[np.ndarray, ...]]:
-    """Compile `attend_cached` for the CPU: as `compile_layer`, with `past` cached tokens.
+    """Compile `attend_cached` for the CPU, like `compile_layer`, with `past` cached tokens.
 
     Returns:
-        A function of the next tokens `[B, T, E]`, and the keys and the values of those before,
-        `[B, H, P, D]` each. It gives the output and the keys and values for the next call.
+        A function of the next tokens `[B, T, E]` and the keys and values of earlier tokens,
+        `[B, H, P, D]` each. It returns the output and the keys and values for the next call.
     """
     cached = _type(batch, layer.num_heads, past, layer.head_dim)
     run = _Cached(layer).compile(_type(batch, length, layer.embed_dim), cached, cached)

@@ -1,8 +1,8 @@
-"""Rung 2: one module for each head, and a loop over the heads.
+"""Rung 2: one module per head, and a loop over the heads.
 
 `CausalAttention` and `MultiHeadedAttentionWrapper` have the names of the from-scratch tutorials,
-whose state dicts load; the classes of a notebook that writes its matrices raw follow them. Neither
-has an output projection: the heads' outputs are only joined.
+whose state dicts load. Two more classes follow a notebook with raw matrices. No class has an output
+projection: the outputs of the heads are only concatenated.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class CausalAttention(nn.Module):
 
 
 class MultiHeadedAttentionWrapper(nn.Module):
-    """Heads one after the other, their outputs side by side.
+    """Run the heads one after another and concatenate their outputs.
 
     Args:
         d_in: width of the input.
         d_out: width of ONE head; the output is `num_heads * d_out` wide.
         context_length: the longest sequence.
         dropout: probability of dropping an attention weight, in training.
-        num_heads: how many heads.
+        num_heads: number of heads.
         qkv_bias: whether the Linears of the heads have biases.
 
     >>> x = torch.randn(2, 6, 3)
@@ -96,17 +96,17 @@ class MultiHeadedAttentionWrapper(nn.Module):
 
 
 class NotebookCausalAttention(nn.Module):
-    """One head as a notebook writes it: raw matrices `[dim, dim]`, as wide as the input.
+    """One head in the style of a notebook: raw matrices `[dim, dim]`, as wide as the input.
 
     Args:
         dim: width of the input and of the head.
         context_len: the longest sequence.
         dropout: probability of dropping an attention weight, in training.
-        faithful: keep the notebook's two faults. It divides the scores by the root of the number
-            of TOKENS, `keys.shape[1]`, which was the head's dimension before there was a batch
-            axis; and its matrices start as `torch.rand`, all positive, so that scores grow with
-            dim² and the softmax sees little but the largest. By default the scores are divided by
-            the root of the head's dimension, and the matrices start as Xavier uniform.
+        faithful: keep the notebook's two bugs. It divides the scores by the root of the number
+            of TOKENS, `keys.shape[1]`, which was the head dimension before a batch axis was added;
+            and it initializes its matrices with `torch.rand`, all positive, so scores grow as dim²
+            and the softmax is nearly one-hot. By default the scores are divided by the root of the
+            head dimension, and the matrices are initialized as Xavier uniform.
 
     >>> x = torch.randn(2, 6, 5)
     >>> NotebookCausalAttention(dim=5, context_len=6, dropout=0.0)(x).shape

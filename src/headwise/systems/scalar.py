@@ -10,15 +10,15 @@ The model resembles GPT-2, with RMS norm (no weights), ReLU, no biases and a sep
 logits: width 16, 4 heads, 1 layer, 16 positions; with 27 symbols 4,192 parameters. Each step learns
 from one document. The model ends at `sample`; documents, baselines and the command follow.
 
-**Words.** Without `--data`, the documents are the words, 3 to 15 letters long, in the names that
-Unicode 3.2 gives to letters and syllables, which never change: *alef*, *ssangkiyeok*, *gyaeg*. With
-`--data FILE`, each line that is not blank is a document, in whatever symbols it has; only its first
-16 predictions count.
+**Words.** Without `--data`, the documents are the words of 3 to 15 letters in the names of letters
+and syllables in Unicode 3.2, which never change: *alef*, *ssangkiyeok*, *gyaeg*. With `--data
+FILE`, each line that is not blank is a document of any symbols; only its first 16 predictions are
+used.
 
 **Baselines.** A tenth of the documents (at most 200), chosen by the seed, is held out. A unigram
 and a bigram model are counted on the others and smoothed (Witten and Bell 1991). The *window* is
-the documents of the last 100 steps: the loss of the model on each is measured before it learns from
-it, but the baselines were counted on these documents too. No model has seen the *held out* ones.
+the documents of the last 100 steps: the loss on each is measured before the model learns from it,
+but the baselines were counted on these documents too. No model has seen the *held out* documents.
 All losses are means over symbols, including the end of a document, in nats.
 """
 
@@ -117,7 +117,7 @@ class Value:
 def graph(root: Value) -> list[Value]:
     """Return `root` and all values it was computed from, each after its inputs.
 
-    It does not recurse, so depth is no limit. `sum(len(n.inputs) for n in graph(loss))` counts the
+    It is not recursive: any depth works. `sum(len(n.inputs) for n in graph(loss))` counts the
     multiply-adds of `loss.backward()`; those of the forward pass are about half as many.
     """
     order: list[Value] = []
@@ -154,7 +154,7 @@ def as_values(rows: Sequence[Sequence[Number]]) -> Matrix:
 
 
 def linear(x: Vector, weight: Matrix) -> Vector:
-    """Return `weight @ x`: one sum of products a row."""
+    """Return `weight @ x`: one sum of products per row."""
     return [dot(row, x) for row in weight]
 
 
@@ -189,7 +189,7 @@ def attention(
     """
     query = linear(x, wq)
     if len(query) % n_head:
-        raise ValueError(f"attention(n_head={n_head}): {len(query)} features are no multiple of it")
+        raise ValueError(f"n_head must divide the width {len(query)}, got {n_head}")
     keys.append(linear(x, wk))
     values.append(linear(x, wv))
     head_dim = len(query) // n_head
@@ -214,7 +214,7 @@ def cross_entropy(logits: Vector, target: int) -> Value:
 
 
 class ScalarGPT:
-    """A GPT-2 of single numbers; `state_dict` holds its matrices `[out][in]`, microgpt's names.
+    """A GPT-2 of single numbers; `state_dict` holds its matrices `[out][in]` with microgpt's names.
 
     >>> model = ScalarGPT(vocab_size=27)
     >>> len(model.parameters())
@@ -285,10 +285,10 @@ class ScalarGPT:
         return linear(x, w["lm_head"])
 
     def losses(self, tokens: Sequence[int]) -> list[Value]:
-        """Return the loss on each token but the first, given those before it; cut at the block's
-        end."""
+        """Return the loss on each token except the first, given earlier ones, up to the end of the
+        block."""
         if len(tokens) < 2:
-            raise ValueError(f"losses({list(tokens)}): give at least two tokens")
+            raise ValueError(f"losses({list(tokens)}): at least two tokens are required")
         keys, values = self.empty(), self.empty()
         pairs = list(pairwise(tokens))[: self.block_size]
         return [
@@ -321,7 +321,7 @@ class Adam:
 def train(
     model: ScalarGPT, documents: Sequence[list[int]], steps: int, rate: float = 0.01
 ) -> Iterator[list[float]]:
-    """Learn from one document at each step, in order; yield its losses before the step.
+    """Train on one document per step, in order; yield its losses before the step.
 
     The learning rate falls linearly from `rate` to 0 over the `steps`.
     """
@@ -337,7 +337,7 @@ def train(
 def sample(model: ScalarGPT, start: int, temperature: float, draw: random.Random) -> list[int]:
     """Generate the tokens of a document, until `start` comes again or the block is full.
 
-    Logits are divided by the temperature; with 0 the most likely token is taken.
+    Logits are divided by the temperature; 0 selects the most likely token.
     """
     keys, values = model.empty(), model.empty()
     tokens = [start]
@@ -377,12 +377,12 @@ def read_documents(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text, byte {error.start} is no character") from None
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start} is invalid)") from None
     documents = [line.strip() for line in lines if line.strip()]
     if len(documents) < 2:
         raise ValueError(
-            f"{path}: {len(documents)} documents; give at least two lines that are not blank, "
-            f"one to learn from and one to hold out"
+            f"{path} must have at least two lines that are not blank, one to train on and one "
+            f"to hold out, got {len(documents)}"
         )
     return documents
 
@@ -390,9 +390,9 @@ def read_documents(path: Path) -> list[str]:
 class Baseline:
     """A bigram model counted on documents, or, with `history=False`, a unigram model.
 
-    Smoothed after Witten and Bell: if n different tokens followed a token N times, the probability
-    `n / (n + N)` goes to unseen followers, in proportion to the unigram model; its own share for
-    unseen tokens is uniform.
+    Smoothing is by Witten and Bell: if N tokens, n of them different, followed a token, unseen
+    followers get the probability `n / (n + N)`, in proportion to the unigram model, whose own share
+    for unseen tokens is uniform.
     """
 
     def __init__(self, documents: Sequence[list[int]], vocab_size: int, history: bool) -> None:
@@ -413,7 +413,7 @@ class Baseline:
         return (self.pairs[before, token] + new * p) / (self.befores[before] + new)
 
     def losses(self, document: list[int]) -> list[float]:
-        """Return the loss on each token but the first, as `ScalarGPT.losses` does."""
+        """Return the loss on each token except the first, as `ScalarGPT.losses` does."""
         return [-math.log(self.probability(*pair)) for pair in pairwise(document)]
 
 
@@ -463,7 +463,7 @@ def run(
             passing("")
             print(f"step {step:7,}   window   {len(recent):3}   {shown(window)}", flush=True)
 
-    passing("measuring on the documents held out")
+    passing("measuring on the held-out documents")
     unseen = compare(held_out, [[x.data for x in model.losses(each)] for each in held_out])
     passing("")
     print(f"after {seconds:4.0f} s   held out {held:3}   {shown(unseen)}")
@@ -492,7 +492,7 @@ def passing(text: str) -> None:
 
 
 def record(path: Path, settings: dict[str, object], metrics: dict[str, object]) -> None:
-    """Save a run as JSON, with the machine."""
+    """Save a run and a description of the machine as JSON."""
     info = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
     machine = {"cpu": model[1] if model else platform.machine(), "cores": os.cpu_count()}
@@ -508,30 +508,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the options of the command; exit with code 2 and one line for bad ones."""
+    """Parse the options; for invalid ones, print one line and exit with code 2."""
     parser = _Parser(
         prog="headwise.systems.scalar",
         description="Train a GPT of 4,192 parameters in plain Python.",
         epilog="Example: python -m headwise.systems.scalar --steps 1000 --temperature 0.5",
     )
     add = parser.add_argument
-    add("--data", type=Path, metavar="FILE", help="a document a line; none: words of Unicode 3.2")
-    add("--steps", type=int, default=1000, help="documents to learn from (1000)")
-    add("--seed", type=int, default=0, help="of weights, order and samples (0)")
-    add("--samples", type=int, default=20, help="documents to generate at the end (20)")
-    add("--temperature", type=float, default=0.5, help="of the samples; 0: the most likely (0.5)")
+    add("--data", type=Path, metavar="FILE", help="one document per line (words of Unicode 3.2)")
+    add("--steps", type=int, default=1000, help="number of documents to train on (1000)")
+    add("--seed", type=int, default=0, help="seed of weights, order and samples (0)")
+    add("--samples", type=int, default=20, help="number of documents to generate at the end (20)")
+    add("--temperature", type=float, default=0.5, help="of samples; 0: the most likely token (0.5)")
     add("--record", type=Path, metavar="FILE", help="save the metrics of the run as JSON")
     options = parser.parse_args(arguments)
     for name, least in {"steps": 1, "samples": 0, "temperature": 0}.items():
         if not least <= getattr(options, name) < math.inf:
-            parser.error(f"--{name} {getattr(options, name)}: give a number from {least} on")
+            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
     if options.record and (options.record.is_dir() or not options.record.parent.is_dir()):
-        parser.error(f"--record {options.record}: no file can be written there")
+        parser.error(f"--record {options.record}: the file cannot be written")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0 fine, 2 bad input, 130 stopped with Ctrl-C."""
+    """Run the command; return 0 on success, 2 for bad input, 130 after Ctrl-C."""
     options = parse(arguments)
     settings = {
         name: getattr(options, name) for name in ("steps", "seed", "samples", "temperature")
@@ -546,7 +546,7 @@ def main(arguments: list[str] | None = None) -> int:
         passing("")
         print("headwise.systems.scalar: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(f"headwise.systems.scalar: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """Rung 3: one projection for all heads, then split.
 
 `MultiHeadAttn` has the names of the from-scratch tutorials, whose state dicts load. The three
-matrices hold the heads' rows one under the other; a view and a transpose give every head its part,
-so that all heads are one batched product.
+matrices stack the rows of the heads; a view and a transpose give every head its part, so all heads
+are computed in one batched product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MultiHeadAttn(nn.Module):
     hidden, else 0.
 
     Raises:
-        ValueError: a d_out that the heads do not divide, a dropout outside [0, 1).
+        ValueError: d_out is not a multiple of num_heads, or the dropout is outside [0, 1).
 
     >>> layer = MultiHeadAttn(d_in=3, d_out=4, context_length=6, dropout=0.0, num_heads=2)
     >>> layer(torch.randn(2, 6, 3)).shape
@@ -72,10 +72,10 @@ class MultiHeadAttn(nn.Module):
         mask_may_be_absent(self)
 
     def forward(self, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Attend from every token to itself and those before it.
+        """Attend from every token to itself and to earlier tokens.
 
         Raises:
-            ValueError: x of another width, or longer than the context.
+            ValueError: x has another width or is longer than the context.
         """
         check_input(self, x, self.d_in, self.context_length)
         B, T, _ = x.shape

@@ -1,8 +1,8 @@
-"""Other ways to write the same causal layer, on one layout of weights: headwise's own.
+"""Other implementations of the same causal layer, all with headwise's own weight layout.
 
 Every class here computes the same function as `headwise.MultiHeadAttention` with `Causal()`, and
 loads its state: `qkv`, one Linear for queries, keys and values, and `out`. They differ in the
-computation between the two. `TorchAttention` alone has PyTorch's names (layout `torch`).
+computation between the two. Only `TorchAttention` has PyTorch's names (layout `torch`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FusedQKV(Packed):
 
 
 class Einsum(Packed):
-    """The same with named axes, without transposes."""
+    """The same computation with einsum: named axes, no transposes."""
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         check_input(self, x, self.embed_dim)
@@ -88,7 +88,7 @@ class SDPAFlag(Packed):
 
 
 class SDPAMask(Packed):
-    """PyTorch's fused attention with the mask as a matrix, so that it skips nothing."""
+    """PyTorch's fused attention with the mask as a matrix, so it cannot skip hidden keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = earlier(q.shape[-2], q.device)
@@ -149,7 +149,7 @@ class TorchAttention(nn.MultiheadAttention):
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         check_input(self, x, self.embed_dim)
-        hidden = ~earlier(x.shape[1], x.device)  # PyTorch's layer means the opposite by True
+        hidden = ~earlier(x.shape[1], x.device)  # in PyTorch's layer, True means hidden
         out, _ = super().forward(
             x, x, x, attn_mask=hidden, is_causal=not self.weights, need_weights=self.weights
         )

@@ -1,1 +1,1 @@
-"""Multi-head attention as five tutorials build it: run, compared and timed."""
+"""Run, compare and time the multi-head attention of five tutorials."""

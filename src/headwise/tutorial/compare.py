@@ -1,8 +1,9 @@
 """Compare the rungs of the ladder on the same weights and input: first correctness, then cost.
 
-A rung is correct if its output and the gradient of its input are as close to the definition in
-float64 as the definition in float32 is, times a small factor. A wrong rung is named and nothing is
-timed. The rungs are the files of `headwise.systems` and the fused layers of PyTorch.
+A rung is correct if the errors of its output and of the gradient of its input, relative to the
+definition in float64, are at most a small multiple of those of the definition in float32. If a rung
+is wrong, an error names it and nothing is timed. The rungs are the files of `headwise.systems` and
+the fused layers of PyTorch.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ __all__ = [
     "table",
 ]
 
-FACTOR = 4  # the allowed error, times that of the definition in float32: sums in another order
-SCALAR_MULTIPLY_ADDS = 100_000  # about a second forward and backward in the scalar rung
+FACTOR = 4  # allowed multiple of the error of the definition in float32: sums in another order
+SCALAR_MULTIPLY_ADDS = 100_000  # takes about a second, forward and backward, in the scalar rung
 METRICS = ("parameters", "multiply_adds", "peak_bytes", "forward", "step")
 
 
@@ -53,18 +54,18 @@ class Row:
     """One rung at one size.
 
     Attributes:
-        left_out: the reason that the rung was not run; then the row has no metrics.
+        left_out: the reason why the rung was not run; the row then has no metrics.
         difference: the largest difference of the output from the definition in float64.
         allowed: the largest difference that is accepted.
         gradient_difference: the same for the gradient of the input; None without a backward pass.
         parameters: the number of trainable parameters.
-        multiply_adds: of the forward pass; hidden keys count unless the rung skips them. None if
-            they cannot be counted.
+        multiply_adds: multiply-adds of the forward pass, including hidden keys unless the rung
+            skips them; None if they cannot be counted.
         peak_bytes: the peak memory of forward and backward, gradients included.
         forward: seconds without gradients.
         step: seconds of forward and backward.
-        over_before: the ratio of each metric to that of the previous rung that has it; for times
-            the median and quartiles of the ratios of single rounds.
+        over_before: the ratio of each metric to that of the previous rung with this metric; for
+            times, the median and quartiles of the ratios within rounds.
     """
 
     size: str
@@ -138,7 +139,7 @@ def climb(
             rows += _at(size, device, compile, rounds, seed, report_share)
         except torch.OutOfMemoryError:
             raise ValueError(
-                f"--sizes {size}: the GPU's memory does not hold it; give a smaller batch or length"
+                f"--sizes {size}: does not fit in the GPU's memory; use a smaller batch or length"
             ) from None
     provenance = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,20 +159,20 @@ def climb(
 
 def _check_call(sizes: Sequence[Size], device: str, rounds: int) -> None:
     if not sizes:
-        raise ValueError("no sizes; give one such as 1x16x16x4")
+        raise ValueError("at least one size is required, such as 1x16x16x4")
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device}: give cpu or cuda")
+        raise ValueError(f"--device must be cpu or cuda, got {device}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave --device out")
+        raise ValueError("--device cuda: PyTorch finds no CUDA device; omit --device")
     if rounds < 1:
-        raise ValueError(f"--rounds {rounds}: must be at least 1")
+        raise ValueError(f"--rounds must be at least 1, got {rounds}")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for size in sizes:
         need = 6 * 8 * size.batch * size.heads * size.length**2  # float64, forward and backward
         if need > memory:
             raise ValueError(
                 f"--sizes {size}: the definition's matrices need about {need / 2**30:,.0f} GiB, "
-                f"and this machine has {memory / 2**30:,.0f}; give a smaller batch or length"
+                f"but this machine has {memory / 2**30:,.0f}; use a smaller batch or length"
             )
 
 
@@ -185,7 +186,7 @@ def _at(
 ) -> list[Row]:
     """Run all rungs at one size."""
     if compile:
-        torch.compiler.reset()  # rungs share code; PyTorch limits the recompilations of a function
+        torch.compiler.reset()  # rungs share code, whose recompilations PyTorch limits
     generator = torch.Generator().manual_seed(seed)
     state = weights(size, generator)
     x, pull = torch.randn(2, size.batch, size.length, size.width, generator=generator).to(device)
@@ -240,19 +241,19 @@ def _largest(got: Tensor, exact: Tensor) -> float:
 
 
 def _refusal(rung: Rung, size: Size, compile: bool) -> str | None:
-    """Return the reason that a rung is not run at a size, or None."""
+    """Return the reason why a rung is not run at a size, or None."""
     if rung.build is None and size.multiply_adds > SCALAR_MULTIPLY_ADDS:
         return (
-            f"number by number, {size.multiply_adds:,} multiply-adds take too long; it runs where "
-            f"there are at most {SCALAR_MULTIPLY_ADDS:,}"
+            f"{size.multiply_adds:,} multiply-adds, number by number, take too long; the limit is "
+            f"{SCALAR_MULTIPLY_ADDS:,}"
         )
     if rung.name == FLEX and not compile:
-        return "it is fused only if it is compiled; give --compile"
+        return "it is fused only if compiled; pass --compile"
     return None
 
 
 def _checked(row: Row, rung: Rung, run: Torch | Scalars, truth: _Truth) -> Row:
-    """Return the row without times; for FlexAttention maybe with the reason that it does not run.
+    """Return the row without times; for FlexAttention, it may give the reason why it does not run.
 
     Raises:
         Disagreement: the rung differs from the definition.
@@ -264,7 +265,7 @@ def _checked(row: Row, rung: Rung, run: Torch | Scalars, truth: _Truth) -> Row:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split(chr(10))[:2])}"
         if rung.name == FLEX:
-            # Its compiler depends on the machine: a tool chain, a minimal head dimension.
+            # Its compiler depends on the machine: a toolchain, a minimum head dimension.
             return replace(row, left_out=f"it does not run here: {reason}")
         if _from_compiler(error):
             raise ValueError(
@@ -399,7 +400,7 @@ def table(ladder: Ladder, size: str) -> Table:
     )
     output.add_column("rung", no_wrap=True)
     for heading, column in zip(HEADINGS, zip(*cells, strict=True), strict=True):
-        # At 80 columns no number is cut: ratios wrap to the next line.
+        # At 80 columns, numbers are not truncated: ratios wrap to the next line.
         words = " ".join((heading, *column)).split()
         output.add_column(heading, justify="right", min_width=max(map(len, words)))
     for row, metrics in zip(rows, cells, strict=True):
@@ -408,10 +409,10 @@ def table(ladder: Ladder, size: str) -> Table:
 
 
 def notes(ladder: Ladder, size: str) -> list[str]:
-    """Return the notes on rows and the reasons for rows that were left out."""
+    """Return the notes on rows and the reasons for omitted rows."""
     rows = [row for row in ladder.rows if row.size == size]
     lines = [f"{row.rung}: {row.note}" for row in rows if row.note and row.left_out is None]
-    return lines + [f"{row.rung} left out: {row.left_out}" for row in rows if row.left_out]
+    return lines + [f"{row.rung} not run: {row.left_out}" for row in rows if row.left_out]
 
 
 def _cells(row: Row) -> list[str]:

@@ -47,10 +47,10 @@ SIZES = (Size(1, 16, 16, 4), Size(4, 256, 256, 8))
 
 
 def parse_sizes(texts: Sequence[str]) -> list[Size]:
-    """Parse sizes such as `1x16x16x4`, several in one text separated by commas; each once.
+    """Parse sizes such as `1x16x16x4`, comma-separated; duplicates are removed.
 
     Raises:
-        ValueError: a text that is no size, or a width that the heads do not divide.
+        ValueError: a text is not a size, or its width is not a multiple of its heads.
 
     >>> [str(size) for size in parse_sizes(["1x16x16x4,2×64×32×4"])]
     ['1x16x16x4', '2x64x32x4']
@@ -60,7 +60,7 @@ def parse_sizes(texts: Sequence[str]) -> list[Size]:
         numbers = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)[x×](\d+)", text)
         if numbers is None or 0 in map(int, numbers.groups()):
             raise ValueError(
-                f"--sizes {text}: give batch x length x width x heads, whole numbers of at least "
+                f"--sizes {text}: must be batch x length x width x heads, integers of at least "
                 "1, such as 1x16x16x4"
             )
         size = Size(*map(int, numbers.groups()))
@@ -102,7 +102,7 @@ class Torch:
 
     def multiply_adds(self, x: Tensor) -> int | None:
         """Return the multiply-adds of one forward pass; None if they are not counted."""
-        # With gradients, so that PyTorch's own layer takes no shortcut that the counter misses.
+        # With gradients, PyTorch's own layer does not take a fast path that the counter misses.
         return timing.multiply_adds(lambda: self._module(x)) if self._counted else None
 
     def peak_bytes(self, x: Tensor, pull: Tensor) -> int:
@@ -166,11 +166,11 @@ class Scalars:
 
 
 def _tensor(numbers: list[list[list[float]]]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)  # as Python's numbers are
+    return torch.tensor(numbers, dtype=torch.float64)  # like Python's numbers
 
 
 class Adapted(nn.Module):
-    """A layer with a call of its own: `call(layer, x)` returns the output alone."""
+    """A layer with its own call: `call(layer, x)` returns only the output."""
 
     def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def _converted(state: State, target: str, size: Size) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rung:
-    """The name of a rung, the file or class that defines it, its builder and a note on its row."""
+    """A rung: its name, the file or class that defines it, its builder, and a note on its row."""
 
     name: str
     where: str
@@ -246,16 +246,16 @@ RUNGS = (
     Rung(
         "scalar",
         "systems/scalar.py",
-        note="in double precision; memory is that of Python's objects",
+        note="in double precision; memory of Python objects",
     ),
     Rung(
         "per head",
         "systems/per_head.py",
         _per_head,
-        "with an output projection put after it",
+        "with an added output projection",
     ),
     Rung("split", "systems/split.py", _split),
-    Rung("functional", "systems/functional.py", _functional, "returns its weights too"),
+    Rung("functional", "systems/functional.py", _functional, "also returns its weights"),
     Rung("fused, GPT-2", "systems/fused.py", _fused),
     Rung("fused QKV", "systems/variants.py", partial(_packed, variants.FusedQKV)),
     Rung("einsum", "systems/variants.py", partial(_packed, variants.Einsum)),
@@ -269,7 +269,7 @@ RUNGS = (
 
 
 def weights(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return random matrices in the layout `functional`, as large as nn.Linear's."""
+    """Return random matrices in the layout `functional`, initialized like nn.Linear."""
     bound = size.width**-0.5
     return {
         f"W_{part}.weight": torch.empty(size.width, size.width).uniform_(

@@ -1,7 +1,7 @@
 """Time calls in interleaved rounds; count multiply-adds and peak memory; describe the machine.
 
 The contenders take turns within each of many rounds, so that other load on the machine affects all
-of them alike. A ratio is computed in each round; its median and quartiles are reported.
+of them equally. A ratio is computed in each round; its median and quartiles are reported.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def interleaved(
     Every round runs each contender once, in random order. A turn repeats the call until it lasts
     about `least` seconds; with `least` 0 it is one call. A warm-up round is not counted. `report`
     is called after each round with the completed fraction. If the rounds would take more than
-    `within` seconds, there are fewer of them, at least 3; if one round takes as long, the first
-    calls are the warm-up. Pass `time.process_time` as `clock` to measure this process alone.
+    `within` seconds, there are fewer rounds, but at least 3; if one round exceeds it, the first
+    calls are the warm-up. Pass `time.process_time` as `clock` to measure only this process.
     """
     once = {name: _turn(work, 1, clock) for name, work in contenders.items()}  # compiles, allocates
     before = int(sum(once.values()) < within)
@@ -144,7 +144,7 @@ def multiply_adds(work: Work) -> int:
 
 
 def peak_bytes(work: Work, device: str = "cpu") -> int:
-    """Measure the most memory that PyTorch allocates during a call, above the amount before it.
+    """Measure the peak memory that PyTorch allocates during a call, above the amount before it.
 
     On a CPU it sums the profiler's record of allocations. That is exact and includes workspaces of
     kernels, but not memory that libraries take from the system. On CUDA it reads the allocator.
@@ -182,7 +182,7 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
 
 
 def python_peak_bytes(work: Work) -> int:
-    """Measure the most memory that Python's own objects take during a call."""
+    """Measure the peak memory of Python objects during a call."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -194,7 +194,7 @@ def python_peak_bytes(work: Work) -> int:
 
 
 def _processor() -> str:
-    """Return the CPU's model as Linux names it, or as Python does elsewhere."""
+    """Return the CPU model as reported by Linux, or elsewhere by Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
