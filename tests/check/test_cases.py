@@ -103,7 +103,7 @@ def test_positions_that_restart(tmp_path: Path) -> None:
     change = ("P0 = 0 if kv_cache is None else kv_cache[0].shape[2]", "P0 = 0")
     (one,) = verdict_of("u06_right", "", tmp_path, change).errors
     assert one.rule == "cache"
-    assert "keys are kept, and positions restart at 0" in one.message
+    assert "keys are kept, but positions restart at 0" in one.message
     assert "Look at line 28, " in one.hint
     assert "token 3" in str(one)
 

@@ -224,7 +224,7 @@ def test_what_cannot_be_worked_out_is_asked_for_in_one_line(
     [
         ("gone.py", "gone.py: no such file"),
         (".", "is a directory"),
-        ("notes.txt", "give a Python file"),
+        ("notes.txt", "must be a Python file"),
     ],
 )
 def test_targets_that_are_no_files(
@@ -296,7 +296,7 @@ WORST = {
         r"after 3 s, while it was checked, at line \d+ in `forward`: `(while True:|pass)`",
     ),
     "sleeps": ("import time\ntime.sleep(1000)\n", "file-time", r"at line 2: `time.sleep\(1000\)`"),
-    "exit() at import": ("exit()\n", "file-exit", "ended Python while it was imported"),
+    "exit() at import": ("exit()\n", "file-exit", "exited Python while it was imported"),
     "sys.exit when called": (called("sys.exit('bye')"), "file-exit", "while it was checked"),
     "os._exit at import": ("import os\nos._exit(5)\n", "file-exit", "while it was imported"),
     "os._exit when called": (called("os._exit(0)"), "file-exit", "while it was checked"),

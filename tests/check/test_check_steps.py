@@ -633,7 +633,7 @@ def test_a_mask_for_the_start_is_only_a_warning(follow: Follow) -> None:
     verdict = follow("gpt2", filled("gpt2", ("triu(num_tokens + 1)", "triu(1)")))
     assert verdict.passed
     assert [one.rule for one in verdict.warnings] == ["step-mask"]
-    assert "does no harm in this step" in verdict.warnings[0].hint
+    assert "has no effect in this step" in verdict.warnings[0].hint
     verdict = follow("gpt2", filled("gpt2", ("-torch.inf)\n", "-1e9)\n")))
     assert verdict.passed
     assert "and not with -inf" in str(verdict["step-mask"])
@@ -707,7 +707,7 @@ def test_new_writes_a_template_once(
     assert path.read_text() == template(name)
     path.write_text("mine")
     assert main(["check", "--new", name, str(path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 
@@ -720,7 +720,7 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
     verdict = check_step("gpt2", str(path), Limits(seconds=2.0))
     assert verdict.errors[0].rule == "file-time"
     assert re.search(
-        r"while `GPT2MultiHeadAttention` was tried, at line \d+ in `__init__`: `while",
+        r"while `GPT2MultiHeadAttention` was tested, at line \d+ in `__init__`: `while",
         verdict.errors[0].message,
     )
     assert verdict["step-imports"].severity == "passed"
@@ -731,7 +731,7 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
     [
         (
             ["--step", "gpt3", "mine.py"],
-            "did you mean gpt2? There are scalar, per_head, split, gpt2, gpt2-max",
+            "did you mean gpt2? The steps are scalar, per_head, split, gpt2, gpt2-max",
         ),
         (["--new", "gpt3", "mine.py"], "there is no such step"),
         (["--new", "gpt2", "mine.txt"], "ends in .py"),
@@ -742,7 +742,7 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
         (["here.py", "--stp", "gpt2"], "did you mean --step?"),
         (["--step", "gpt2", "--new", "gpt2", "mine.py"], "give only one of them"),
         (["--step", "gpt2", "here.py", "--d_in", "3"], "leave out d_in"),
-        (["--step", "gpt2", "here.py:Name"], "leave out :Name"),
+        (["--step", "gpt2", "here.py:Name"], "omit :Name"),
         (["--step", "gpt2", "here.py", "--hint", "4"], "--hint 4: the levels are 1, 2 and 3"),
         (["here.py", "--hint", "2"], "--hint 2: needs --step"),
         (
@@ -784,7 +784,7 @@ def test_a_steps_file_is_followed_by_its_step(
     assert main(["check", "--explain", "Scale"]) == 0
     assert capsys.readouterr().out.startswith("scale: ")
     assert main(["check", "--explain", "rules"]) == 0
-    assert "step-mask: The mask hides what comes later" in capsys.readouterr().out
+    assert "step-mask: The mask hides later keys" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -792,7 +792,7 @@ def test_a_steps_file_is_followed_by_its_step(
     [
         ("--new", "  per_head  One module per head"),
         ("--step", "  scalar    Attention in plain Python"),
-        ("--explain", "  step-mask          The mask hides what comes later"),
+        ("--explain", "  step-mask          The mask hides later keys"),
     ],
 )
 def test_an_option_alone_lists_what_it_takes(

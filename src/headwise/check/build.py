@@ -157,8 +157,8 @@ def resolve(
         return _of_layer(copied(thing), f"{name_of(thing)}(…)", known, request)
     if not callable(thing):
         raise Question(
-            f"check({thing!r}): this is a {type(thing).__name__}; pass a module, a class with its "
-            "arguments, or a function of q, k and v"
+            f"check({thing!r}): the argument must be a module, a class with its arguments, "
+            f"or a function of q, k and v, got {type(thing).__name__}"
         )
     if is_function_of_qkv(thing) and request.call is None:
         return _of_function(thing, arguments, request)
