@@ -636,7 +636,7 @@ def test_a_mask_for_the_start_is_only_a_warning(follow: Follow) -> None:
     assert "has no effect in this step" in verdict.warnings[0].hint
     verdict = follow("gpt2", filled("gpt2", ("-torch.inf)\n", "-1e9)\n")))
     assert verdict.passed
-    assert "and not with -inf" in str(verdict["step-mask"])
+    assert "instead of -inf" in str(verdict["step-mask"])
 
 
 def test_text_decides_nothing(follow: Follow) -> None:

@@ -68,7 +68,7 @@ def test_a_share_that_leaves_nothing(share: float, tmp_path: Path) -> None:
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="gone: no such file"):
         corpus.read_text(tmp_path / "gone")
-    with pytest.raises(TextError, match="is a folder"):
+    with pytest.raises(TextError, match="is a directory"):
         corpus.read_text(tmp_path)
     path = tmp_path / "text"
     for empty in (b"", b" \n\t", b"\xef\xbb\xbf"):

@@ -279,8 +279,8 @@ def test_no_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], {}, "prompts is empty"),
         ([[1], []], {}, "prompt 1 is empty"),
-        ([[1, 53]], {}, "prompt 0 holds id 53, outside the vocabulary of 53"),
-        ([[-1]], {}, "prompt 0 holds id -1"),
+        ([[1, 53]], {}, "prompt 0 contains id 53, outside the vocabulary of 53"),
+        ([[-1]], {}, "prompt 0 contains id -1"),
         ([[1] * 41], {}, "prompt 0 has 41 tokens, and the model's context of 41 leaves no"),
         ("text", {}, "must be a list with one entry per row"),
         (["text"], {}, "prompt 'text' is text and requires a tokenizer"),

@@ -179,9 +179,18 @@ def _cut(path: Path, size: int) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "does not contain config.json"),
     "config cut": (lambda f: _cut(f / "config.json", 20), "config.json: not valid JSON"),
-    "config a list": (lambda f: (f / "config.json").write_text("[1]"), "holds list"),
-    "llama": (lambda f: _configure(f, model_type="llama"), "model_type is 'llama'"),
-    "no model type": (lambda f: (f / "config.json").write_text("{}"), "model_type is None"),
+    "config a list": (
+        lambda f: (f / "config.json").write_text("[1]"),
+        "must contain a JSON object, got list",
+    ),
+    "llama": (
+        lambda f: _configure(f, model_type="llama"),
+        "model_type must be 'gpt2', got 'llama'",
+    ),
+    "no model type": (
+        lambda f: (f / "config.json").write_text("{}"),
+        "model_type must be 'gpt2', got None",
+    ),
     "cross attention": (
         lambda f: _configure(f, add_cross_attention=True),
         "add_cross_attention=True is not supported",

@@ -277,7 +277,7 @@ def test_the_config_tells_the_eps_of_norms(
     assert (tmp_path / "same.safetensors").read_bytes() == out.read_bytes()
     (folder / "config.json").unlink()
     arguments = [folder, tmp_path / "b.safetensors", "--to", "headwise", "--heads", "3"]
-    assert "give qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps" in refused(
+    assert "pass qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps" in refused(
         capsys, *arguments
     )
     assert main(["convert", *map(str, arguments), "--qk-norm-eps", "1e-5"]) == 0
@@ -291,7 +291,7 @@ def test_the_config_tells_the_eps_of_norms(
         ("t5gemma2_text", "multiply by 1 + weight; add 1"),
         ("gemma4_text", "come with a norm of the values"),
         ("gemma3n_text", "come with a norm of the values"),
-        ("nanochat", "have no weights, so that no name shows them"),
+        ("nanochat", "have no weights and therefore no names"),
     ],
 )
 def test_the_config_tells_of_other_norms(
@@ -303,7 +303,7 @@ def test_the_config_tells_of_other_norms(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     err = refused(capsys, folder, out, "--to", "headwise", "--qk-norm-eps", "1e-6")
-    assert f"by config.json the norms of q and k {what}" in err
+    assert f"according to config.json, the norms of q and k {what}" in err
 
 
 def test_layers_that_rotate_different_shares(

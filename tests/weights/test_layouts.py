@@ -350,7 +350,7 @@ def test_the_eps_of_norms_is_given_or_stored() -> None:
     qwen = hw.convert(state, target="qwen", num_heads=4)
     assert "q_norm.weight" in qwen
     keywords: dict[str, Any] = {"target": "headwise", "num_heads": 4}
-    with pytest.raises(ValueError, match=r"give qk_norm_eps=… \(--qk-norm-eps\), .*rms_norm_eps"):
+    with pytest.raises(ValueError, match=r"pass qk_norm_eps=… \(--qk-norm-eps\), .*rms_norm_eps"):
         hw.convert(qwen, **keywords)
     made = hw.convert(qwen, qk_norm_eps=0.5, **keywords)
     assert made.keys() == state.keys()
@@ -403,7 +403,7 @@ def test_other_norms_under_the_names_of_qwen_3(block: str, message: str) -> None
     # A layer alone has Qwen 3's names: it is for the caller to know.
     alone = {n.removeprefix("self_attn."): x for n, x in state.items() if "self_attn." in n}
     del keywords["qk_norm_eps"]
-    asked = r"give qk_norm_eps=….* not times 1 \+ weight \(Gemma 3\).*\(Gemma 3n, Gemma 4\)"
+    asked = r"pass qk_norm_eps=….* not times 1 \+ weight \(Gemma 3\).*\(Gemma 3n, Gemma 4\)"
     with pytest.raises(ValueError, match=message if kind == "Olmo2" else asked):
         hw.convert(alone, **keywords)
 

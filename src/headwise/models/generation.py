@@ -231,7 +231,7 @@ def stream(
         limit = min(max_new_tokens, room)
         rows.append(_Row(number, ids, limit, last_reason, generator, tokenizer, tuple(stop)))
     if not rows:
-        raise ValueError("prompts must contain at least one prompt, got none")
+        raise ValueError("prompts is empty; it must contain at least one prompt")
     return _run(model, rows, sampling, use_cache)
 
 
@@ -382,7 +382,7 @@ def _room(model: GPT, number: int, ids: Sequence[int]) -> int:
     """Return the number of tokens that fit after the prompt."""
     vocab, context = model.config.vocab_size, model.config.n_positions
     if not ids:
-        raise ValueError(f"prompt {number} must have at least one token, got none")
+        raise ValueError(f"prompt {number} is empty; it must have at least one token")
     for id in ids:
         if not 0 <= id < vocab:
             raise ValueError(f"prompt {number} contains id {id}, outside the vocabulary of {vocab}")

@@ -513,7 +513,9 @@ def _stored_weights(folder: Path) -> dict[str, StoredTensor]:
         if _MASK_BUFFERS.fullmatch(full):  # in old checkpoints
             continue
         if full in found:
-            raise FolderError(f"{one.path}: {one.name} is also stored in {found[full].path}")
+            raise FolderError(
+                f"{one.path}: {one.name} is stored twice (also in {found[full].path})"
+            )
         found[full] = one
     return found
 

@@ -70,7 +70,7 @@ def train(
     stop_after: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
-    during: Callable[[Run], During] = nullcontext,
+    during: Callable[[Run], During] = lambda run: nullcontext(),
     ranks: TrainingRanks = ALONE,
 ) -> Summary:
     """Train a small GPT and write it to `folder` in Hugging Face's format, with a checkpoint.
