@@ -82,7 +82,7 @@ def test_every_rule_is_listed_on_demand() -> None:
 
 def test_what_was_not_tested_is_said() -> None:
     frozen = check(MultiHeadAttention(24, 3).requires_grad_(False))
-    assert "– Not tested: gradients. It has no parameters that are trained." in str(frozen)
+    assert "– Not tested: gradients. It has no trainable parameters." in str(frozen)
     assert [one.rule for one in frozen.unchecked] == ["gradients"]
 
     class Shapeless(nn.Module):

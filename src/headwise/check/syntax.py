@@ -36,7 +36,7 @@ LOADS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
 
 @dataclass(frozen=True)
 class Blank:
-    """A placeholder that is still there.
+    """A placeholder that is not filled in yet.
 
     `key` is the name of the variable or attribute that only holds None, or "return"; "" for a
     missing body.
@@ -121,7 +121,7 @@ class ParsedFile:
     # --- parts ------------------------------------------------------------------------------------
 
     def function(self, part: str) -> Function | None:
-        """Return the function or method of that name, also an inherited one."""
+        """Return the function or method of that name, including inherited ones."""
         owner, _, name = part.rpartition(".")
         if not owner:
             known = self.definitions.get(part)
@@ -254,7 +254,7 @@ def names(*roots: ast.AST, context: type[ast.expr_context] = ast.expr_context) -
 
 
 def unused(*roots: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the lines whose result is unused and has no other effect, and what they call."""
+    """Yield the lines that have no effect because their result is unused, and the called name."""
     for node in nodes(ast.Expr, *roots):
         name = getattr(getattr(node.value, "func", None), "attr", "")
         if name in NO_EFFECT:
@@ -304,7 +304,7 @@ def _blanks_of_function(function: Function) -> list[Blank]:
 
 
 def _nones(own: list[ast.AST]) -> dict[str, int]:
-    """Return local variables that are only assigned None, or values made of themselves."""
+    """Return local variables that are only assigned None or values computed from themselves."""
     nothing: dict[str, list[int]] = {}
     stores: Counter[str] = Counter()
     for node in own:

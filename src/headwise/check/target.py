@@ -1,6 +1,6 @@
 """The target of a check, as one callable on x `[B, T, E]`.
 
-A `Target` holds a private copy of a layer, its sizes and its call. Inputs beside x have the same
+A `Target` holds a private copy of a layer, its sizes and its call. Inputs besides x have the same
 five names in shown calls and probes: `memory` `[B, S, E]`, `keep` `[B, S]` (True = real token),
 `allow` `[T, S]` (True = may attend), `start` (position of the first token) and `past` (the result
 of the last call).
@@ -25,7 +25,7 @@ CausalFrom = Literal["given", "seen", "named", "mask", "unknown"]
 
 
 class Question(ValueError):
-    """An argument or a call must be given, because it is not guessed."""
+    """A required argument or call is missing and cannot be guessed."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Unusable(Exception):
 
 @runtime_checkable
 class LayerCall(Protocol):
-    """One way to call a layer on x and on what is named."""
+    """One way to call a layer on x and named inputs."""
 
     @property
     def takes(self) -> frozenset[str]:
-        """The names in `NAMED` that can be given."""
+        """The names in `NAMED` that the call accepts."""
         ...
 
     def __call__(self, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Any: ...
@@ -62,12 +62,12 @@ class Target:
         layer: a private copy.
         call: the way to pass x and named inputs.
         out_dim: the width of the output.
-        causal, causal_from: whether later tokens must be hidden, and why: "given" by the caller,
-            "seen" in its outputs, "named" so (a flag, a triangular buffer, "causal" in its class's
-            name), by a "mask" that is passed, or "unknown".
+        causal, causal_from: whether later tokens must be hidden, and the reason: "given" by the
+            caller, "seen" in the outputs, "named" (a flag, a triangular buffer, "causal" in the
+            class name), a "mask" that is passed, or "unknown".
         roles: sizes by role, as given or as read from the layer.
         arguments: the arguments of its constructor.
-        rebuild: builds it again with other arguments; None for instances.
+        rebuild: builds the layer again with other arguments; None for instances.
         shown: True if the call was shown by the user.
         observed: phrases of the observed contract.
     """
@@ -103,7 +103,7 @@ class Target:
         return self.result(x, **given).out
 
     def result(self, x: Tensor, **given: Any) -> Result:
-        """Return output and weights. x is copied first, so that nothing can write to it.
+        """Return output and weights. x is copied first, so the layer cannot change it.
 
         A required causal mask is passed, unless `allow` is given.
         """
@@ -118,7 +118,7 @@ class Target:
     ) -> Tensor:
         """Return random x `[batch, tokens, embed_dim]` in the target's dtype, the same each time.
 
-        It has at most as many tokens as the context, unless `beyond`.
+        It has at most context_length tokens, unless `beyond`.
         """
         if self.context_length and not beyond:
             tokens = min(tokens, self.context_length)
@@ -127,13 +127,12 @@ class Target:
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
 
     def source(self, tokens: int = 3, batch: int = 1) -> str:
-        """Return the code that makes that input."""
+        """Return the code that creates this input."""
         shape = f"{batch}, {tokens}, {self.embed_dim}"
         return f"torch.manual_seed(0); x = torch.randn({shape}, dtype=torch.float64)"
 
     def influence(self, x: Tensor, **given: Any) -> Tensor:
-        """Return `[T, S]`: how strongly output token i depends on input token j; 0 where not at
-        all."""
+        """Return `[T, S]`: how strongly output token i depends on input token j."""
         x = x[:1].detach()
         base = self(x, **given).detach()
         found = torch.zeros(base.shape[1], x.shape[1], dtype=torch.float64)
@@ -153,7 +152,7 @@ class Target:
         return replace(self, layer=copied(self.layer))
 
     def double(self) -> Target:
-        """Return a copy in float64; in its own dtype where float64 fails or gives no numbers."""
+        """Return a copy in float64; in its own dtype if float64 fails or is not finite."""
         wide = replace(self, layer=to_dtype(copied(self.layer), torch.float64), dtype=torch.float64)
         try:
             finite = bool(wide(wide.input()).isfinite().all())
@@ -162,13 +161,13 @@ class Target:
         return wide if finite or not bool(self(self.input()).isfinite().all()) else self.fresh()
 
     def randomised(self, seed: int = 1) -> Target:
-        """Return a copy with fresh random parameters, so that no zeros hide anything."""
+        """Return a copy with new random parameters, so that zeros do not hide mistakes."""
         own = self.fresh()
         randomise(own.layer, seed)
         return own
 
     def with_dropout(self, p: float, training: bool) -> Target | None:
-        """Return a copy with dropout p, in training or eval mode; None where it has no dropout."""
+        """Return a copy with dropout p, in training or eval mode; None if it has no dropout."""
         own = self.fresh()
         if not set_dropout(own.layer, p):
             return None
@@ -182,10 +181,10 @@ def causal_mask(queries: int, keys: int) -> Tensor:
 
 
 def read(raw: Any, x: Tensor, keys: int) -> Result:
-    """Find the output `[B, T, …]` and the weights `[…, T, S]` among what a call returned.
+    """Find the output `[B, T, …]` and the weights `[…, T, S]` in the result of a call.
 
     Raises:
-        Unusable: there is no such output.
+        Unusable: the result contains no such output.
     """
     found = [one for one in tensors_in(raw) if one.is_floating_point()]
     if not found:

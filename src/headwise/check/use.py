@@ -1,4 +1,4 @@
-"""Probe how a layer is used: trained, saved, moved, called in eval mode and with other memory."""
+"""Probe the use of a layer: training, saving, moving, eval mode and other memory layouts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .target import Question, Target, causal_mask, tensors_in
 from .verdict import Finding
 
 MOVES = {"to", "type_as", "cuda", "copy_"}
-"""Methods that bring a tensor elsewhere."""
+"""Methods that move a tensor to another device."""
 MANY = 512
-"""A longer context is not tried."""
+"""The longest context that is tested."""
 MAY_MIX = MOVES | {"__getitem__", "__setitem__", "index_put_", "expand_as", "view_as", "reshape_as"}
-"""Those that may be given tensors of two devices, or read no more than a shape."""
+"""Functions that accept tensors of two devices, or only read a shape."""
 
 
 def runs(ctx: Probing) -> Finding | None:
@@ -65,7 +65,7 @@ def dropout_in_eval(ctx: Probing) -> Finding | None:
 
 
 def _dropping(ctx: Probing) -> Target | None:
-    """Return a copy with dropout 0.5, from its constructor where that takes one."""
+    """Return a copy with dropout 0.5, from its constructor if that takes a dropout."""
     if "dropout" in ctx.target.roles and ctx.target.rebuild is not None:
         try:
             return ctx.target.rebuild(dropout=0.5)
@@ -75,7 +75,7 @@ def _dropping(ctx: Probing) -> Target | None:
 
 
 def dropout(ctx: Probing) -> Finding | None:
-    """Call it in training mode with dropout 0.5: something is dropped."""
+    """Call it in training mode with dropout 0.5: some values must be dropped."""
     own = _dropping(ctx)
     if own is None:
         return None
@@ -114,7 +114,7 @@ def gradients(ctx: Probing) -> Finding | None:
     own = ctx.exact.fresh()
     named = [(n, p) for n, p in own.layer.named_parameters() if p.requires_grad]
     if not named:
-        return skipped("gradients", "It has no parameters that are trained.")
+        return skipped("gradients", "It has no trainable parameters.")
     calls: list[dict[str, Any]] = [{}]
     if "memory" in own.takes:
         calls.append({"memory": own.input(ctx.tokens, seed=8)})
@@ -148,7 +148,7 @@ def gradients(ctx: Probing) -> Finding | None:
 
 
 def _dead(ctx: Probing, name: str, parameter: Tensor, slope: Tensor | None) -> str:
-    """Return the part of a parameter without a gradient; "" where all of it has one."""
+    """Return the part of a parameter without a gradient; "" if all of it has one."""
     if slope is None:
         return name
     if parameter.ndim < 2 or not parameter.numel() or POSITIONS.search(name.lower()):
@@ -186,7 +186,7 @@ def input_kept(ctx: Probing) -> Finding | None:
 
 
 def contiguous(ctx: Probing) -> Finding | None:
-    """Give an x that is a transpose in memory."""
+    """Call it on an x that is a transpose in memory."""
     x = ctx.x.transpose(0, 1).contiguous().transpose(0, 1)
     given = {"allow": causal_mask(ctx.tokens, ctx.tokens)} if _passes_mask(ctx.exact) else {}
     try:
@@ -203,7 +203,7 @@ def contiguous(ctx: Probing) -> Finding | None:
 
 
 def registered(ctx: Probing) -> Finding | None:
-    """Look for modules and weights that PyTorch does not know of."""
+    """Look for modules and weights that are not registered with PyTorch."""
     layer = ctx.target.layer
     for name, held in unregistered(layer):
         parameters = all(isinstance(one, nn.Parameter) for one in held)
@@ -215,8 +215,8 @@ def registered(ctx: Probing) -> Finding | None:
 
 
 def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield plain lists and dicts that hold modules or parameters which PyTorch does not know
-    of."""
+    """Yield plain lists and dicts that hold modules or parameters not registered with
+    PyTorch."""
     known = {id(one) for one in (*layer.parameters(), *layer.modules())}
     for path, child in layer.named_modules():
         for name, value in vars(child).items():
@@ -229,10 +229,10 @@ def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Elsewhere(TorchFunctionMode):
-    """Raise where tensors of two devices meet, on a machine that has only one.
+    """Raise if tensors of two devices are combined, on a machine that has only one device.
 
-    The tensors of the layer and its input are marked as there; tensors made without a device are
-    here; the two must not meet. PyTorch's device `meta` has the same rules but takes seconds to
+    The tensors of the layer and its input are marked as being on the other device; tensors created
+    without a device are on the CPU. PyTorch's device `meta` has the same rules but takes seconds to
     start.
 
     >>> with Elsewhere([x := torch.ones(2)]):
@@ -274,10 +274,10 @@ def _is_marked(one: Tensor) -> bool:
 
 
 def move(ctx: Probing) -> Finding | None:
-    """Call it as if its weights and its input were on a GPU; look for tensors that stay behind."""
+    """Call it as if its weights and input were on a GPU; look for tensors left on the CPU."""
     own = ctx.random.fresh()
     if own.shown or any(True for _ in unregistered(own.layer)):
-        return None  # what a shown call itself makes is its own
+        return None  # tensors that a shown call creates are not marked
     x = own.input()
     given = {"allow": causal_mask(x.shape[1], x.shape[1])} if _passes_mask(own) else {}
     held = [*own.layer.parameters(), *own.layer.buffers(), x, *given.values()]
@@ -311,7 +311,7 @@ def _plain_tensors(layer: nn.Module) -> Iterator[str]:
 
 
 def reload(ctx: Probing) -> Finding | None:
-    """Save it and load it into a second layer of another seed."""
+    """Save it and load it into a second layer with another seed."""
     target = ctx.target
     if target.rebuild is None:
         return None
@@ -335,7 +335,7 @@ def reload(ctx: Probing) -> Finding | None:
 
 
 def context(ctx: Probing) -> Finding | None:
-    """Give more tokens than the context holds."""
+    """Pass more tokens than the context length."""
     longest = ctx.target.context_length
     if longest is None or longest > MANY or not ctx.target.causal:
         return None

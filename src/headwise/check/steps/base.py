@@ -54,7 +54,7 @@ class StepPart:
 
 
 class StepCall(NamedTuple):
-    """One call of a part and of its twin; `words` begin the finding on a different result."""
+    """One call of a part and of its twin; `words` is the start of a finding on a difference."""
 
     run: Callable[[Trial], Any]
     severity: Severity = "error"
@@ -63,7 +63,7 @@ class StepCall(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """A fault besides the numbers: its part or line, and a description."""
+    """A fault other than wrong numbers: its part or line, and a description."""
 
     at: str | int
     message: str
@@ -79,8 +79,8 @@ class Step:
         sizes: the letters of shapes, and the variables that hold these numbers.
         calls: the calls that test a part.
         final: the findings on all parts together, once every part is right.
-        judge: the faults of a part besides its numbers.
-        refuses: the reason why nothing can run, or None.
+        judge: the faults of a part other than wrong numbers.
+        refuses: the reason why no part can run, or None.
     """
 
     name: str

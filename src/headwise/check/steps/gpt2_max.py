@@ -1,4 +1,4 @@
-"""Test the step `gpt2` on Modular MAX, for those who have installed it.
+"""Test the step `gpt2` on Modular MAX, if MAX is installed.
 
 Without MAX only the syntax is read. With MAX all parts are traced into one graph and compiled once,
 as eager MAX would compile every operation, which takes minutes. The parts are compared with the
@@ -27,8 +27,8 @@ def _absent() -> str | None:
     if importlib.util.find_spec("max") and importlib.util.find_spec("max.experimental"):
         return None
     return (
-        "Modular MAX is not installed here, and headwise does not install it; in an environment "
-        "that has it, all parts are run, too"
+        "Modular MAX is not installed, and headwise does not install it; in an environment "
+        "with MAX, all parts are also run"
     )
 
 
@@ -59,7 +59,7 @@ def _outputs(trial: Trial, layer: Any) -> dict[str, Any]:
 
     try:
         from max.experimental.nn import Module
-    except ImportError:  # 25.7 keeps it elsewhere
+    except ImportError:  # MAX 25.7
         from max.nn.module_v3 import Module
 
     parts = [one.short for one in trial.step.parts if one.name not in trial.blank]
