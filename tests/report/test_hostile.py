@@ -165,9 +165,9 @@ DAMAGED: dict[str, tuple[Spoil, str]] = {
     ),
     "unknown dtype": (_header(lambda h: h[EMBEDDING].update(dtype="F31")), "damaged"),
     "too long": (lambda folder: os.truncate(folder / WEIGHTS, HUGE), "damaged"),
-    "not a number": (_weight(ATTENTION, float("nan")), f"{ATTENTION} holds nan"),
-    "infinity": (_weight(ATTENTION, float("inf")), f"{ATTENTION} holds inf"),
-    "a flipped bit": (_weight(ATTENTION, -3e38), f"{ATTENTION} holds -3e+38"),
+    "not a number": (_weight(ATTENTION, float("nan")), f"{ATTENTION} contains nan"),
+    "infinity": (_weight(ATTENTION, float("inf")), f"{ATTENTION} contains inf"),
+    "a flipped bit": (_weight(ATTENTION, -3e38), f"{ATTENTION} contains -3e+38"),
     **{
         f"weights: {kind}": (_no_file(WEIGHTS, kind), "contains neither model.safetensors")
         for kind in ("folder", "pipe", "loop")
@@ -177,8 +177,8 @@ DAMAGED: dict[str, tuple[Spoil, str]] = {
     "nested index": (_index("[" * 100_000), "not valid JSON"),
     "index outside": (_index({"weight_map": {"a": "../good/x"}}), "which is missing"),
     "index of a number": (_index({"weight_map": {"a": 5}}), "which is missing"),
-    "index of an escape": (_index({"weight_map": {"a": ESCAPE}}), "names \\x1b[31m\\u202e, which"),
-    "index of a surrogate": (_index({"weight_map": {"a": "\ud800"}}), "names \\ud800, which"),
+    "index of an escape": (_index({"weight_map": {"a": ESCAPE}}), "lists \\x1b[31m\\u202e, which"),
+    "index of a surrogate": (_index({"weight_map": {"a": "\ud800"}}), "lists \\ud800, which"),
     "index of a long name": (_index({"weight_map": {"a": "x" * 5000}}), "which is missing"),
 }
 """Weights, which `look`, `generate` and `convert` read."""
@@ -253,7 +253,7 @@ RUNS: dict[str, tuple[Spoil, str]] = {
     "another dtype": (_saved(lambda t, h: t.update({LAYER: t[LAYER].half()})), "is torch.float16"),
     "not a number": (
         _saved(lambda t, h: t.update({LAYER: t[LAYER] * float("nan")})),
-        f"{LAYER} holds nan",
+        f"{LAYER} contains nan",
     ),
     "no place for the weights": (_no_file(WEIGHTS, "pipe"), "only a file can be replaced"),
 }
