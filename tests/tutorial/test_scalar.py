@@ -187,7 +187,7 @@ def test_attention_with_given_weights_is_torchs() -> None:
 
 def test_attention_refuses_heads_that_do_not_divide() -> None:
     row, square = [Value(1.0)] * 6, scalar.as_values([[1.0] * 6] * 6)
-    with pytest.raises(ValueError, match=r"attention\(n_head=4\): 6 features"):
+    with pytest.raises(ValueError, match="n_head must divide the width 6, got 4"):
         scalar.attention(row, square, square, square, square, [], [], 4)
 
 

@@ -137,17 +137,17 @@ def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     heads = ["--heads", "6"]
     assert "no layout 'lama'; layouts: microgpt" in refused(capsys, one, two, "--to", "lama")
     assert "grouped heads" in refused(capsys, one, two, "--to", "gpt2", *heads)
-    assert "give num_heads" in refused(capsys, one, two, "--to", "headwise")
+    assert "pass num_heads" in refused(capsys, one, two, "--to", "headwise")
     assert "no such file" in refused(capsys, tmp_path / "no", two, "--to", "gpt2")
     assert "only those are read" in refused(capsys, tmp_path / "text.txt", two, "--to", "gpt2")
     assert "damaged" in refused(capsys, tmp_path / "broken.safetensors", two, "--to", "gpt2")
-    assert "the source itself" in refused(capsys, one, one, "--to", "headwise", *heads)
+    assert "is also the source" in refused(capsys, one, one, "--to", "headwise", *heads)
     assert "not empty" in refused(capsys, one, tmp_path / "full", "--to", "headwise", *heads)
     assert "is a file" in refused(capsys, one, tmp_path / "text.txt", "--to", "headwise", *heads)
     assert "create it first" in refused(
         capsys, one, tmp_path / "no" / "x", "--to", "headwise", *heads
     )
-    assert "only safetensors" in refused(
+    assert "must end in .safetensors" in refused(
         capsys, one, tmp_path / "x.bin", "--to", "headwise", *heads
     )
     assert "contains neither model.safetensors" in refused(

@@ -719,7 +719,7 @@ GROUPED = {
             "no layout 'splitt'; layouts: microgpt, per_head",
         ),
         (SPLIT, {"source": "split", "target": "tensorflow"}, "no layout 'tensorflow'; layouts:"),
-        (SPLIT, {"source": "split", "target": "torch"}, "give num_heads"),
+        (SPLIT, {"source": "split", "target": "torch"}, "pass num_heads"),
         (
             SPLIT,
             {"source": "split", "target": "torch", "num_heads": 5},

@@ -220,7 +220,7 @@ def test_each_part_of_a_model_by_its_own_layout() -> None:
     assert torch.equal(some[name], state[name])
     with pytest.raises(ValueError, match="no attention layer has 'visoin' in its name"):
         hw.convert(state, target="headwise", num_heads={"visoin": 3})
-    with pytest.raises(ValueError, match=r"at '.*vision_tower.*': .*give num_heads"):
+    with pytest.raises(ValueError, match=r"at '.*vision_tower.*': .*pass num_heads"):
         hw.convert(state, target="headwise", num_heads={"language_model": 4})
     broken = {n: x for n, x in state.items() if "layers.1.self_attn.k_proj" not in n or "vis" in n}
     with pytest.raises(ValueError, match=r"'llama' misses k_proj.weight under '.*layers.1"):
