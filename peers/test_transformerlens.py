@@ -12,9 +12,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.models import builtin
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-pytest.importorskip("transformer_lens")
-
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports that read it
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
