@@ -12,7 +12,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.capture import bundle
 from headwise.capture.bundle import Bundles, Part, together
-from headwise.capture.call import AttentionCall, Looking
+from headwise.capture.call import AttentionCall, ObserveOptions
 from headwise.kernels import ctypes_api
 from headwise.stats.output_norm import OutputLength
 from headwise.stats.statistic import Statistic, Statistics
@@ -110,11 +110,11 @@ def call_of(seed: int, heads: int = 4, **changes: Any) -> AttentionCall:
 
 def test_copies_are_read_where_a_model_changes_its_keys_afterwards() -> None:
     statistics, bundles = Statistics.of(DEFAULT_STATISTICS), Bundles()
-    wanted = [dict(call_of(seed).observe(statistics, Looking())) for seed in range(5)]
+    wanted = [dict(call_of(seed).observe(statistics, ObserveOptions())) for seed in range(5)]
     found = []
     for seed in range(5):
         call = call_of(seed)
-        found.append(bundles.observe(call, statistics, Looking()))
+        found.append(bundles.observe(call, statistics, ObserveOptions()))
         for x in (call.q, call.k, call.out):
             x.fill_(torch.nan)
     assert [isinstance(one, Part) for one in found] == [False, *[True] * 4]
@@ -141,22 +141,22 @@ def test_copies_are_read_where_a_model_changes_its_keys_afterwards() -> None:
 def test_other_calls_are_read_at_once(odd: dict[str, Any]) -> None:
     statistics, bundles = Statistics.of(EACH), Bundles()
     for seed in range(3):
-        found = bundles.observe(call_of(seed, **odd), statistics, Looking())
+        found = bundles.observe(call_of(seed, **odd), statistics, ObserveOptions())
         assert not isinstance(found, Part)
 
 
 def test_calls_of_other_sizes_and_options_are_apart() -> None:
     statistics, bundles = Statistics.of(EACH), Bundles()
-    for looking in (Looking(), Looking(queries=2), Looking(gradients=True)):
+    for looking in (ObserveOptions(), ObserveOptions(queries=2), ObserveOptions(gradients=True)):
         for seed in range(2):
             bundles.observe(call_of(seed), statistics, looking)
     four, two = (
-        [bundles.observe(call_of(seed, heads), statistics, Looking()) for seed in range(3)]
+        [bundles.observe(call_of(seed, heads), statistics, ObserveOptions()) for seed in range(3)]
         for heads in (4, 2)
     )
     assert all(isinstance(one, Part) for one in (*four, *two[1:]))
     assert len({one.bundle for one in (*four, *two) if isinstance(one, Part)}) == 2
-    sampled = bundles.observe(call_of(0), statistics, Looking(queries=2))
+    sampled = bundles.observe(call_of(0), statistics, ObserveOptions(queries=2))
     assert not isinstance(sampled, Part)
     assert sampled["entropy"].values.shape == (2, 4, 2)
 
@@ -164,10 +164,12 @@ def test_calls_of_other_sizes_and_options_are_apart() -> None:
 def test_many_calls_are_read_before_they_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "TOGETHER", 2000)
     statistics, bundles = Statistics.of((hw.Entropy(),)), Bundles()
-    found = [bundles.observe(call_of(seed), statistics, Looking()) for seed in range(12)]
+    found = [bundles.observe(call_of(seed), statistics, ObserveOptions()) for seed in range(12)]
     parts = [one for one in found if isinstance(one, Part)]
     assert len({one.bundle for one in parts}) > 1
-    want = [call_of(seed).observe(statistics, Looking())["entropy"].values for seed in range(12)]
+    want = [
+        call_of(seed).observe(statistics, ObserveOptions())["entropy"].values for seed in range(12)
+    ]
     for one, values in zip(found, want, strict=True):
         torch.testing.assert_close(one["entropy"].values, values, **EXACT)
 
@@ -178,5 +180,5 @@ def test_outputs_are_read_with_the_calls() -> None:
     statistics, bundles = Statistics.of(DEFAULT_STATISTICS), Bundles()
     for seed in range(3):
         call = call_of(seed)
-        found = bundles.observe(call, statistics, Looking())
+        found = bundles.observe(call, statistics, ObserveOptions())
         torch.testing.assert_close(found["output_norm"].values, call.out.norm(dim=-1))

@@ -23,7 +23,7 @@ class Grouped(nn.Module):
     def __init__(self, road: str = "attend", mask: hw.Mask | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.road, self.mask = road, mask
+        self.route, self.mask = road, mask
         self.sinks = torch.randn(H).double() if road == "attend" else None
         self.project = nn.Linear(H * D, (H + 2 * G) * D).double()
         self.out = nn.Linear(H * D, H * D).double()
@@ -34,9 +34,9 @@ class Grouped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.parts(x)
-        if self.road == "attend":
+        if self.route == "attend":
             out = hw.attend(q, k, v, mask=self.mask, sinks=self.sinks)
-        elif self.road == "sdpa":
+        elif self.route == "sdpa":
             given = None if self.mask is None else self.mask.dense(queries=T, keys=T)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=given, enable_gqa=True)
         else:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwise.capture import private_torch
 from headwise.capture.adapters import flex
-from headwise.capture.private_torch import _ASKING, unasked
+from headwise.capture.private_torch import _ASKING, without_dispatch
 
 
 class Names(TorchFunctionMode):
@@ -71,7 +71,7 @@ def test_a_backward_pass_knows_itself_and_takes_modes_along() -> None:
     assert not private_torch.in_backward()
     y = Ask.apply(x)
     with Names() as mode:
-        unasked(torch.autograd.backward)((y,), (torch.ones(1),))
+        without_dispatch(torch.autograd.backward)((y,), (torch.ones(1),))
     [(inside, modes)] = found
     assert inside
     assert mode in modes
@@ -87,7 +87,7 @@ def test_composite_functions_ask_for_modes_by_names_that_can_be_changed(function
 def test_a_twin_is_run_by_its_parts() -> None:
     x, weight, bias = torch.randn(3, 1, 8), torch.randn(24, 8), torch.randn(24)
     with Names() as mode:
-        unasked(F.multi_head_attention_forward)(
+        without_dispatch(F.multi_head_attention_forward)(
             x, x, x, 8, 2, weight, bias, None, None, False, 0.0, weight[:8], bias[:8]
         )
     assert "softmax" in mode.seen

@@ -194,7 +194,7 @@ def test_another_output_goes_on_in_its_place(implementation: str) -> None:
 
     with catch(model, zero), hw.watch(model, hw.OutputNorm()) as seen:
         ablated = model(**inputs)[0]
-    assert [call.road for call in told] == [f"{implementation}_attention_forward"] * 2
+    assert [call.route for call in told] == [f"{implementation}_attention_forward"] * 2
     for call in told:
         weight = model.get_submodule(call.name).o_proj.weight
         assert isinstance(call, AttentionCall)

@@ -519,7 +519,7 @@ def test_what_is_told_at_once_needs_no_end() -> None:
         x = torch.randn(T, B, H * D)
 
         def listen(call: Any) -> None:
-            call.once_whole(lambda queries: order.append(f"{queries} queries"))
+            call.on_complete(lambda queries: order.append(f"{queries} queries"))
 
         with catch(model, listen):
             model(x) if isinstance(model, Attends) else model(x, x, x)

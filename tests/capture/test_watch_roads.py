@@ -587,11 +587,11 @@ def test_encoders_fused_and_not(norm_first: bool, masks: str) -> None:
 def test_fused_layers_are_still_taken() -> None:
     model, x = encoder(False).eval(), torch.randn(B, T, E)
     heads, roads = nn.MultiheadAttention(E, H, batch_first=True).eval(), []
-    with catch(model, lambda call: roads.append(call.road)):
+    with catch(model, lambda call: roads.append(call.route)):
         model(x)
         with torch.no_grad():
             model(x)
-    with torch.no_grad(), catch(heads, lambda call: roads.append(call.road)):
+    with torch.no_grad(), catch(heads, lambda call: roads.append(call.route)):
         heads(x, x, x)
     long, fused = "scaled_dot_product_attention", "transformer_encoder_layer"
     assert roads == [long, long, fused, fused, "multi_head_attention"]

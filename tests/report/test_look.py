@@ -275,7 +275,7 @@ def test_the_model_is_left_as_it_was(model: GPT, tokenizer) -> None:
 def test_progress_is_reported_layer_by_layer(model: GPT, tokenizer) -> None:
     told: list[tuple[str, float]] = []
     look(model, tokenizer, TEXT, report=lambda *said: told.append(said))
-    heads = [("ablation", step / 6) for step in range(1, 7)]  # of a small model, unasked
+    heads = [("ablation", step / 6) for step in range(1, 7)]  # of a small model, without_dispatch
     assert told == [("looking", step / 6) for step in range(1, 7)] + heads
     look(model, tokenizer, [TEXT, TEXT, TEXT], report=lambda *said: told.append(said))
     assert told[12:] == [("looking", step / 10) for step in range(1, 11)]

@@ -1,4 +1,4 @@
-"""Looking at models of `transformers`: the figures against their own attention matrices."""
+"""ObserveOptions at models of `transformers`: the figures against their own attention matrices."""
 
 from __future__ import annotations
 

@@ -70,21 +70,21 @@ def ablate(
     True
     """
     check_model("ablate", model)
-    said = f"ablate({type(model).__name__}, {reprlib.repr(heads)}, how={how!r})"
+    quote = f"ablate({type(model).__name__}, {reprlib.repr(heads)}, how={how!r})"
     if how not in get_args(How):
-        raise ValueError(f"{said}: how must be one of {', '.join(get_args(How))}.")
+        raise ValueError(f"{quote}: how must be one of {', '.join(get_args(How))}.")
     if how == "zero" and reference is not None:
-        raise ValueError(f"{said}: zeros need no reference; leave it out.")
+        raise ValueError(f"{quote}: zeros need no reference; leave it out.")
     if not isinstance(reference, AblationReference | None):
         raise ValueError(
-            f"{said}: reference must be what ablation_reference(…) gives, and "
+            f"{quote}: reference must be what ablation_reference(…) gives, and "
             f"{type(reference).__name__} is not."
         )
-    asked = heads_by_layer(model, heads, said)
+    asked = heads_by_layer(model, heads, quote)
     without = (Replace(0.0) if how == "zero" else _Ablation(how, reference, seed),)
     plan = [(layer, head, without) for layer, numbers in asked.items() for head in numbers]
     plan += [(layer, None, ()) for layer, numbers in asked.items() if not numbers]
-    with edited(model, plan, said, "ablate"):
+    with edited(model, plan, quote, "ablate"):
         yield
 
 
@@ -142,13 +142,13 @@ def _check_fit(call: AttentionCall, shape: torch.Size) -> None:
         )
 
 
-def heads_by_layer(model: nn.Module, heads: Heads, said: str) -> dict[Layer, tuple[int, ...]]:
+def heads_by_layer(model: nn.Module, heads: Heads, quote: str) -> dict[Layer, tuple[int, ...]]:
     """Return the numbers of the heads of each layer that is given, all names checked."""
     try:
         given = _by_layer(heads)
     except ValueError as error:
-        raise ValueError(f"{said}: {error}.") from None
-    check_names(model, given, said)
+        raise ValueError(f"{quote}: {error}.") from None
+    check_names(model, given, quote)
     return given
 
 

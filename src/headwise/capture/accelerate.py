@@ -62,10 +62,12 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
     def elsewhere(_: nn.Module) -> None:
         account.note("", "forward", "the model was called in another thread")
 
-    roads = ALWAYS | fused_attention(accelerated) | composite_functions()
-    net = Accelerator("accelerate", model, lambda call: None, roads, ALWAYS, elsewhere=elsewhere)
+    interceptors = ALWAYS | fused_attention(accelerated) | composite_functions()
+    net = Accelerator(
+        "accelerate", model, lambda call: None, interceptors, ALWAYS, elsewhere=elsewhere
+    )
     net.account = account
-    following, serving = net.names.following(), SERVED.heard_by(net)
-    codes = nullcontext() if compiler() is None else COMPILER.heard_by(net)
-    with following, UNNOTICED.heard_by(net), codes, serving, net.functions.on():
+    following, serving = net.names.following(), SERVED.activate(net)
+    codes = nullcontext() if compiler() is None else COMPILER.activate(net)
+    with following, UNNOTICED.activate(net), codes, serving, net.functions.on():
         yield account

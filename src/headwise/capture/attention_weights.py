@@ -19,7 +19,7 @@ from ..stats.lse import LOG_SUM_EXP
 from ..stats.plan import Need
 from ..stats.record import Reading, Record
 from ..stats.statistic import Statistic
-from .call import AttentionCall, Looking
+from .call import AttentionCall, ObserveOptions
 from .head_address import HeadAddress, Layer, as_written, is_head, parse_head, parse_layer
 from .modules import call_model, check_inputs, check_model, names_of
 from .session import catch
@@ -73,11 +73,11 @@ def attention_of(
     Source: Vaswani et al. 2017, §3.2.1.
     """
     call_said = f"…, layer={layer!r}, head={head!r}"
-    said = check_model("attention_of", model).replace("…", call_said)
+    quote = check_model("attention_of", model).replace("…", call_said)
     if nth is not None and as_int(nth) is None:
-        raise ValueError(f"{said}: nth={nth!r} must be the number of a call, from 0.")
-    wanted, head = _parse(model, layer, head, said)
-    check_inputs(said, inputs)
+        raise ValueError(f"{quote}: nth={nth!r} must be the number of a call, from 0.")
+    wanted, head = _parse(model, layer, head, quote)
+    check_inputs(quote, inputs)
     found: dict[int, Tensor] = {}
     met: dict[str, None] = {}
     calls = itertools.count()
@@ -93,34 +93,34 @@ def attention_of(
             return
         if call.heads < call.all_heads:
             raise ValueError(
-                f"{said}: {call.heads} of its {call.all_heads} heads are on this rank."
+                f"{quote}: {call.heads} of its {call.all_heads} heads are on this rank."
             )
-        chosen = _heads(head, call, said)
+        chosen = _heads(head, call, quote)
         size = call.batch * len(chosen) * call.queries * call.keys * 4
         if size > MOST_BYTES:
             raise ValueError(
-                f"{said}: {len(chosen)} heads × {call.queries} queries × {call.keys} keys are "
+                f"{quote}: {len(chosen)} heads × {call.queries} queries × {call.keys} keys are "
                 f"{size / 2**30:.1f} GiB; ask for fewer heads or a shorter text, or watch with "
                 f"Map(n) or TopKeys(k)."
             )
-        weights = call.observe([_Weights(tuple(chosen))], Looking())["weights"].values
-        call.once_whole(lambda _: found.update({number: weights}))
+        weights = call.observe([_Weights(tuple(chosen))], ObserveOptions())["weights"].values
+        call.on_complete(lambda _: found.update({number: weights}))
 
     with catch(model, listen, function="attention_of") as net, torch.no_grad():
         call_model(model, inputs)
     if not found:
         if wanted in net.names.left_out:
-            raise ValueError(f"{said}: {wanted!r} is left out: {net.names.left_out[str(wanted)]}.")
+            raise ValueError(f"{quote}: {wanted!r} is left out: {net.names.left_out[str(wanted)]}.")
         if count := next(calls):
-            raise ValueError(f"{said}: it is called {count} times, and has no call {nth}.")
+            raise ValueError(f"{quote}: it is called {count} times, and has no call {nth}.")
         told = f"those that attend: {and_more([repr(one) for one in met], 12)}"
         if not met:
             told = f"no attention was seen: {net.names.why_nothing()}"
-        raise ValueError(f"{said}: no such layer; {told}.")
+        raise ValueError(f"{quote}: no such layer; {told}.")
     if len({one.shape[1:] for one in found.values()}) > 1:
         shapes = [f"nth={number} gives {list(one.shape)}" for number, one in found.items()]
         raise ValueError(
-            f"{said}: {wanted!r} is called with different lengths; give one of its calls: "
+            f"{quote}: {wanted!r} is called with different lengths; give one of its calls: "
             f"{and_more(shapes, 12)}; or watch and take seen[{wanted!r}].calls."
         )
     every = list(found.values())
@@ -128,7 +128,7 @@ def attention_of(
     return weights if as_int(head) is None else weights[:, 0]
 
 
-def _parse(model: nn.Module, layer: Any, head: Any, said: str) -> tuple[Layer, Any]:
+def _parse(model: nn.Module, layer: Any, head: Any, quote: str) -> tuple[Layer, Any]:
     """Return the layer, and the head or heads of it, that are meant."""
     try:
         if isinstance(layer, str) and any(as_written(layer) == n for n in names_of(model).values()):
@@ -140,7 +140,7 @@ def _parse(model: nn.Module, layer: Any, head: Any, said: str) -> tuple[Layer, A
             return layer, own
         return parse_layer(layer), head
     except ValueError as error:
-        raise ValueError(f"{said}: {error}.") from None
+        raise ValueError(f"{quote}: {error}.") from None
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,12 @@ class _Weights(Statistic):
         return {"weights": full.weights[:, list(self.heads)]}
 
 
-def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, said: str) -> list[int]:
+def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, quote: str) -> list[int]:
     """Return the numbers of the requested heads."""
     if head is None:
         return list(range(call.heads))
     one = as_int(head)
     chosen = whole_numbers(head) if one is None else [one]
     if not chosen or not all(0 <= number < call.heads for number in chosen):
-        raise ValueError(f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}.")
+        raise ValueError(f"{quote}: {call.name!r} has the heads 0 to {call.heads - 1}.")
     return chosen

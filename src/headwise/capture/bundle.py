@@ -21,7 +21,7 @@ from ..stats.observe import read
 from ..stats.record import TOGETHER, Reading
 from ..stats.seen import Readings
 from ..stats.statistic import Statistics
-from .call import AttentionCall, Looking
+from .call import AttentionCall, ObserveOptions
 
 LARGEST = 1 << 16
 """The most numbers in the queries and keys of a call that is observed with others."""
@@ -37,7 +37,7 @@ class Bundles:
         self._open: dict[Hashable, Bundle] = {}
 
     def observe(
-        self, call: AttentionCall, statistics: Statistics, looking: Looking
+        self, call: AttentionCall, statistics: Statistics, looking: ObserveOptions
     ) -> Mapping[str, Reading]:
         """Return `call.observe(statistics, looking)`, worked out now or later."""
         form = _form(call, statistics, looking)
@@ -59,7 +59,7 @@ class Bundles:
         self._open.clear()
 
 
-def _form(call: AttentionCall, statistics: Statistics, looking: Looking) -> Hashable:
+def _form(call: AttentionCall, statistics: Statistics, looking: ObserveOptions) -> Hashable:
     """Return what is equal in calls that may be observed as one; `None` of one that may not."""
     q, k, keywords = call.q, call.k, call.keywords
     mask = keywords.get("mask")

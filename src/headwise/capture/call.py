@@ -26,7 +26,7 @@ from ..stats.sampling import draw
 from ..stats.segments import Segments
 from ..stats.statistic import Statistic, Statistics
 from .mask_import import reaches_all, with_padding, without_padding
-from .parts import Waiting
+from .parts import PendingCall
 from .ranks import rank_of_all
 
 
@@ -44,7 +44,7 @@ def seed_of_rank(seed: int) -> int:
 
 
 @dataclass(frozen=True)
-class Looking:
+class ObserveOptions:
     """How a call is to be looked at; as in `observe()`, and with `padding` left out or counted."""
 
     queries: int | Sequence[int] | Tensor | None = None
@@ -52,7 +52,7 @@ class Looking:
     gradients: bool = False
     padding: bool = True
 
-    def of_call(self, number: int) -> Looking:
+    def of_call(self, number: int) -> ObserveOptions:
         """The same at a module's call of this number, from 0, with a draw of its own on each rank.
 
         Draws of the same queries at every call would be wrong in the same way at every call.
@@ -111,7 +111,7 @@ class AttentionCall:
 
     Args:
         name: the qualified name of the module that called.
-        road: how the call was noticed (the function's name, mostly).
+        route: how the call was noticed (the function's name, mostly).
         made: the heads' outputs, or what computes them when somebody asks.
         keywords: those of `observe()`: `mask`, `scale`, `softcap`, `sinks`.
         projected_by: the weight of the output projection `[O, H · Dv]` where it is known, or what
@@ -135,7 +135,7 @@ class AttentionCall:
     """
 
     name: str
-    road: str
+    route: str
     q: Tensor
     k: Tensor
     v: Tensor
@@ -150,12 +150,12 @@ class AttentionCall:
     behind: int = 0
     hidden: str = ""
     again: bool = False
-    waiting: Waiting | None = None
+    waiting: PendingCall | None = None
     one_pass: OnePass | None = None
     lse: Tensor | None = None
     values: Callable[[], Tensor] | None = None
 
-    def once_whole(self, keep: Callable[[int], None]) -> None:
+    def on_complete(self, keep: Callable[[int], None]) -> None:
         """Call `keep` when it is known that this is all that the module attends: mostly at once.
 
         It gets the number of queries that there are, over the batch. A call that turns out to be
@@ -164,7 +164,7 @@ class AttentionCall:
         if self.waiting is None:
             keep(self.batch * self.queries)
         else:
-            self.waiting.once_whole(keep)
+            self.waiting.on_complete(keep)
 
     @property
     def batch(self) -> int:
@@ -216,7 +216,7 @@ class AttentionCall:
         weight = self.projected_by
         return weight() if callable(weight) else weight
 
-    def counted(self, looking: Looking) -> Mask:
+    def counted(self, looking: ObserveOptions) -> Mask:
         """Return the mask for statistics: padded queries see nothing, unless they are to count."""
         mask = as_mask(self.keywords.get("mask"))
         if not looking.padding:
@@ -224,10 +224,12 @@ class AttentionCall:
         if not self.own_positions or reaches_all(mask):
             return mask
         first = self.keywords.get("first_query")
-        extent = extent_of(self.q, self.k, self.v, self.road, first)
+        extent = extent_of(self.q, self.k, self.v, self.route, first)
         return without_padding(mask, extent, self.q.device)
 
-    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
+    def observe(
+        self, statistics: Iterable[Statistic], looking: ObserveOptions
+    ) -> Mapping[str, Reading]:
         """Return statistics of the call's heads, by name. The model's own output is not touched.
 
         Queries that are padding count as such that may attend to nothing, if `looking` says so.

@@ -259,7 +259,7 @@ def edited(
     def listen(call: AttentionCall) -> Tensor | None:
         name, layer = call.name, call.layer
         calls[name] += not call.again
-        call.once_whole(lambda _: attended.update({name: layer}))
+        call.on_complete(lambda _: attended.update({name: layer}))
         own = [(head, each) for one, head, each in plan if is_layer(one, name, layer)]
         lacking = sorted({head for head, _ in own if head is not None and head >= call.all_heads})
         if lacking:

@@ -30,14 +30,14 @@ class Leading:
         order: their numbers, those of batch rows first, then those of heads.
         heads: how many there are.
         sure: the number of heads is known; else it is what such axes mostly are.
-        told: somebody has said which axis is heads, so that the others are batch rows.
+        declared: somebody has said which axis is heads, so that the others are batch rows.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     heads: int
     sure: bool
-    told: bool = False
+    declared: bool = False
 
     @property
     def rows(self) -> int:
@@ -64,7 +64,7 @@ class Leading:
             count += 1
             heads = prod(self.sizes[axis] for axis in self.order[-count:])
         now = prod(sizes[axis] for axis in self.order[len(sizes) - count :])
-        return Leading(sizes, self.order, now, self.sure, self.told)
+        return Leading(sizes, self.order, now, self.sure, self.declared)
 
     def split(self, x: Tensor) -> Tensor:
         """`[…, N, D]` as `[B, H, N, D]`."""
@@ -87,7 +87,7 @@ def leading(
     running: Sequence[Forward],
     values: Tensor | None = None,
     shared: Sequence[bool] = (),
-    told: int | None = None,
+    declared: int | None = None,
 ) -> Leading | None:
     """Find the axes of batch rows and heads; `None` if heads cannot be distinguished from blocks.
 
@@ -96,15 +96,15 @@ def leading(
         running: the modules that run, innermost last.
         values: what is multiplied, with the same axes: in memory heads lie inside of rows.
         shared: which axes share their values, as the heads of a group do.
-        told: how many heads somebody says that there are, or the axis of `shape` that is heads,
+        declared: how many heads somebody says that there are, or the axis of `shape` that is heads,
             counted from the end and negative.
 
     Raises:
         ValueError: there is no such axis, and none of so many.
     """
     sizes, (queries, width) = tuple(shape[:-2]), shape[-2:]
-    if told is not None:
-        return _as_told(shape, told)
+    if declared is not None:
+        return _as_declared(shape, declared)
     read = {pair for forward in running[-3:] for pair in forward.read}
     rows = {number // queries for number, _ in read if queries and number % queries == 0}
     if len(sizes) < 2:
@@ -124,21 +124,25 @@ def leading(
     return Leading(sizes, order, count, count == heads)
 
 
-def _as_told(shape: torch.Size, told: int) -> Leading:
+def _as_declared(shape: torch.Size, declared: int) -> Leading:
     """Return the axes from a given number of heads, or their given axis."""
     sizes = tuple(shape[:-2])
-    axes = [axis for axis, size in enumerate(sizes) if size == told]
-    if told < 0:
-        axes = [axis for axis in range(len(sizes)) if axis - len(shape) == told]
+    axes = [axis for axis, size in enumerate(sizes) if size == declared]
+    if declared < 0:
+        axes = [axis for axis in range(len(sizes)) if axis - len(shape) == declared]
     if axes:
         order = (*(axis for axis in range(len(sizes)) if axis != axes[-1]), axes[-1])
-        return Leading(sizes, order, sizes[axes[-1]], sure=True, told=len(axes) == 1)
-    if told > 0 and sizes and sizes[0] % told == 0:  # batch and heads in the first axis
+        return Leading(sizes, order, sizes[axes[-1]], sure=True, declared=len(axes) == 1)
+    if declared > 0 and sizes and sizes[0] % declared == 0:  # batch and heads in the first axis
         order = (0, *range(2, len(sizes) + 1), 1)
-        split = (sizes[0] // told, told, *sizes[1:])
-        return Leading(split, order, told, sure=True, told=len(sizes) > 1)
-    what = f"no axis {told} before its last two" if told < 0 else f"no axis of {told} heads"
-    raise ValueError(f"heads={told}: an attention that gives {list(shape)} has {what}")
+        split = (sizes[0] // declared, declared, *sizes[1:])
+        return Leading(split, order, declared, sure=True, declared=len(sizes) > 1)
+    what = (
+        f"no axis {declared} before its last two"
+        if declared < 0
+        else f"no axis of {declared} heads"
+    )
+    raise ValueError(f"heads={declared}: an attention that gives {list(shape)} has {what}")
 
 
 def _of_one_axis(

@@ -56,9 +56,11 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
     >>> list(effects.table()[0])
     ['layer', 'head', 'module', 'importance', 'importance_se', 'ablation_estimate', ...]
     """
-    said = check_given("importance", model, loss, batches)
+    quote = check_given("importance", model, loss, batches)
     if torch.is_inference_mode_enabled():
-        raise ValueError(f"{said}: torch.inference_mode() is on, and there are no gradients in it.")
+        raise ValueError(
+            f"{quote}: torch.inference_mode() is on, and there are no gradients in it."
+        )
     parts, numbers = [], dict[str, int]()
     for batch in batches:
         outs: list[tuple[str, Tensor]] = []
@@ -66,10 +68,10 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
         def listen(call: AttentionCall, outs: list[tuple[str, Tensor]] = outs) -> Tensor:
             if not torch.is_grad_enabled():
                 how = " (torch.inference_mode)" * torch.is_inference_mode_enabled()
-                raise ValueError(f"{said}: the model runs {call.name!r} without gradients{how}.")
+                raise ValueError(f"{quote}: the model runs {call.name!r} without gradients{how}.")
             if call.heads < call.all_heads:
                 raise ValueError(
-                    f"{said}: {call.heads} of the {call.all_heads} heads of {call.name!r} are on "
+                    f"{quote}: {call.heads} of the {call.all_heads} heads of {call.name!r} are on "
                     f"this rank; ablation_scan() sees all of them."
                 )
             # A new tensor from which all further results of the model are computed.
@@ -77,16 +79,16 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
             if not call.again:
                 kept = call.name, out
-                call.once_whole(lambda _: outs.append(kept))
+                call.on_complete(lambda _: outs.append(kept))
             return out
 
         with torch.enable_grad(), catch(model, listen, function="importance") as net:
-            losses = _checked(loss(model, batch), said)
+            losses = _checked(loss(model, batch), quote)
             if not outs:
-                raise ValueError(f"{said}: no attention was seen, for {net.names.why_nothing()}.")
+                raise ValueError(f"{quote}: no attention was seen, for {net.names.why_nothing()}.")
             if not losses.requires_grad:
-                raise ValueError(f"{said}: the loss has no gradient; it must not be detached.")
-            samples = len(losses) if losses.dim() else _batch_of(outs, said)
+                raise ValueError(f"{quote}: the loss has no gradient; it must not be detached.")
+            samples = len(losses) if losses.dim() else _batch_of(outs, quote)
             total = losses.sum() if losses.dim() else losses * samples
             slopes = torch.autograd.grad(
                 total, [out for _, out in outs], allow_unused=True, materialize_grads=True
@@ -95,11 +97,11 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
         sums: dict[str, Tensor] = {}
         for (name, out), slope in zip(outs, slopes, strict=True):
             product = torch.einsum("bhtd,bhtd->bh", out.detach().double(), slope.double())
-            sums[name] = sums.get(name, 0) + _per_sample(product, samples, name, said)
+            sums[name] = sums.get(name, 0) + _per_sample(product, samples, name, quote)
         figures = {n: {"importance": s.abs(), "ablation_estimate": -s} for n, s in sums.items()}
         parts.append((samples, figures))
     if not parts:
-        raise ValueError(f"{said}: there are no batches.")
+        raise ValueError(f"{quote}: there are no batches.")
     return gather(parts, numbers)
 
 
@@ -143,10 +145,10 @@ def ablation_scan(
     >>> [list(row) for row in effects.table()][0]
     ['layer', 'head', 'module', 'ablation', 'ablation_se']
     """
-    said = check_given("ablation_scan", model, loss, batches)
+    quote = check_given("ablation_scan", model, loss, batches)
     training = [name or "the model" for name, module in model.named_modules() if module.training]
     if training:
-        raise ValueError(f"{said}: {training[0]} is in training mode; call model.eval() first.")
+        raise ValueError(f"{quote}: {training[0]} is in training mode; call model.eval() first.")
     wanted = chosen(modules)
     given, parts = batches if isinstance(batches, Sized) else list(batches), []
     unwanted: dict[str, None] = {}
@@ -158,18 +160,18 @@ def ablation_scan(
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
             name, number = call.name, call.all_heads
             if wanted(name, call.layer):
-                call.once_whole(lambda _: heads.update({name: number}))
+                call.on_complete(lambda _: heads.update({name: number}))
             else:
                 unwanted[name] = None
 
         with catch(model, listen, function="ablation_scan") as net:
-            base = _checked(loss(model, batch), said)
+            base = _checked(loss(model, batch), quote)
         why, numbers = net.names.why_nothing(), joined_numbers(numbers, net.numbers)
         gained: dict[str, list[Tensor]] = {name: [] for name in heads}
         every = [(name, head) for name, count in heads.items() for head in range(count)]
         for done, (name, head) in enumerate(every, start=1):
             with ablate(model, {name: [head]}, how, reference=reference, seed=seed):
-                without = _checked(loss(model, batch), said)
+                without = _checked(loss(model, batch), quote)
             gained[name].append((without.double() - base.double()).reshape(-1))
             if report is not None:
                 report((number + done / len(every)) / len(given))
@@ -177,41 +179,43 @@ def ablation_scan(
         parts.append((base.numel(), figures))
     if not any(figures for _, figures in parts):
         raise ValueError(
-            f"{said}: no attention was seen, for "
+            f"{quote}: no attention was seen, for "
             f"{why_left_out(modules, unwanted) if unwanted else why}."
         )
     return gather(parts, numbers)
 
 
-def _checked(losses: Tensor, said: str) -> Tensor:
+def _checked(losses: Tensor, quote: str) -> Tensor:
     """Return the value of `loss`, if it is valid."""
     if not isinstance(losses, Tensor) or losses.dim() > 1 or not losses.is_floating_point():
         gave = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"{said}: loss(model, batch) gave {gave}; it must give a floating-point tensor: a loss "
-            f"for each sample, [B], or their mean, []."
+            f"{quote}: loss(model, batch) gave {gave}; it must give a floating-point tensor: a "
+            f"loss for each sample, [B], or their mean, []."
         )
     if not losses.isfinite().all():
-        raise ValueError(f"{said}: loss(model, batch) gave {losses.tolist()}, which is not finite.")
+        raise ValueError(
+            f"{quote}: loss(model, batch) gave {losses.tolist()}, which is not finite."
+        )
     return losses
 
 
-def _batch_of(outs: list[tuple[str, Tensor]], said: str) -> int:
+def _batch_of(outs: list[tuple[str, Tensor]], quote: str) -> int:
     """Return the number of samples of a batch, if the loss is a scalar."""
     sizes = {name: len(out) for name, out in outs}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"{said}: the loss is one number and calls have batches of different sizes ({sizes}), "
+            f"{quote}: the loss is one number and calls have batches of different sizes ({sizes}), "
             f"so that samples cannot be told apart; give a loss for each sample, [B]."
         )
     return len(outs[0][1])
 
 
-def _per_sample(product: Tensor, samples: int, name: str, said: str) -> Tensor:
+def _per_sample(product: Tensor, samples: int, name: str, quote: str) -> Tensor:
     """Sum `[n · B, H]`, with n consecutive rows for each sample, to `[B, H]`."""
     if samples == 0 or len(product) % samples:
         raise ValueError(
-            f"{said}: the loss has {samples} samples, and {name!r} was called with a batch of "
+            f"{quote}: the loss has {samples} samples, and {name!r} was called with a batch of "
             f"{len(product)}; it must be as many, or a multiple."
         )
     return product.unflatten(0, (samples, -1)).sum(1)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..layers.attention import MultiHeadAttention
 from .modules import attending
-from .net import Net
+from .net import CaptureSession
 
 
 class _Part(NamedTuple):
@@ -74,18 +74,20 @@ def known(model: nn.Module) -> Known | None:
     return found._replace(modules=modules) if same else None
 
 
-def learn(net: Net) -> None:
+def learn(net: CaptureSession) -> None:
     """Remember the model of a watch whose modules reported all attention themselves."""
     model, names = net.names.model, net.names.names
-    if not net.heard or not all(net.heard.values()) or net.names.left_out:
+    if not net.complete or not all(net.complete.values()) or net.names.left_out:
         return
     modules, outermost = list(model.modules()), {module for module, _ in net.attended}
     own = any(isinstance(module, MultiHeadAttention) for module in modules)
     if own and not all(type(module).__module__.startswith(_LIBRARIES) for module in modules):
         return  # people's own forwards around such layers may attend in other ways now and then
-    seen = [m for m in modules if m._modules or names.get(id(m)) in net.heard or id(m) in outermost]
+    seen = [
+        m for m in modules if m._modules or names.get(id(m)) in net.complete or id(m) in outermost
+    ]
     same = set(names) == set(map(id, modules)) and all(_form(module) for module in modules)
-    if same and set(attending(model)) <= set(net.heard):
+    if same and set(attending(model)) <= set(net.complete):
         parts = tuple(_Part(weakref.ref(module), _form(module)) for module in seen)
         _KNOWN[model] = Known(parts, _implementations(seen), names, net.attended, [])
 
@@ -124,12 +126,12 @@ class _Started:
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind, self.own, before = kind, vars(kind).get("__call__"), kind.__call__
-        self.heard: dict[int, tuple[_Compiled | _Following, ...]] = {}
-        heard = self.heard
+        self.followers: dict[int, tuple[_Compiled | _Following, ...]] = {}
+        followers = self.followers
 
         @wraps(before)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found, output = heard.get(id(module)), None
+            found, output = followers.get(id(module)), None
             if found is None:
                 return before(module, *args, **kwargs)
             for one in found:
@@ -153,7 +155,7 @@ class _Started:
 class _Compiled(NamedTuple):
     """A net whose model's compiled parts start and end: only who runs is noted."""
 
-    net: Net
+    net: CaptureSession
 
     def enter(self, module: nn.Module) -> None:
         self.net.names.enter(module)
@@ -165,7 +167,7 @@ class _Compiled(NamedTuple):
 class _Following(NamedTuple):
     """A watch, the known facts on its model, and its reaction to a change of them."""
 
-    net: Net
+    net: CaptureSession
     about: Known
     changed: Callable[[], None]
 
@@ -189,7 +191,7 @@ _STARTED: dict[type[nn.Module], _Started] = {}
 
 
 @contextmanager
-def starting(net: Net, about: Known, changed: Callable[[], None]) -> Iterator[None]:
+def starting(net: CaptureSession, about: Known, changed: Callable[[], None]) -> Iterator[None]:
     """Let a net know when its model's outermost modules start and end.
 
     `changed` is called when one starts and the model is no longer as it was known.
@@ -201,7 +203,7 @@ def starting(net: Net, about: Known, changed: Callable[[], None]) -> Iterator[No
 
 
 @contextmanager
-def starting_compiled(net: Net, parts: Sequence[nn.Module]) -> Iterator[None]:
+def starting_compiled(net: CaptureSession, parts: Sequence[nn.Module]) -> Iterator[None]:
     """Let a net know when its model and the compiled parts of it start and end."""
     modules = {id(one): one for one in (net.names.model, *parts)}
     with _started(list(modules.values()), _Compiled(net)):
@@ -215,15 +217,15 @@ def _started(modules: Sequence[nn.Module], following: _Compiled | _Following) ->
         for module in modules:
             kind = type(module)
             started = _STARTED.get(kind) or _STARTED.setdefault(kind, _Started(kind))
-            started.heard[id(module)] = (*started.heard.get(id(module), ()), following)
+            started.followers[id(module)] = (*started.followers.get(id(module), ()), following)
     try:
         yield
     finally:
         with _LOCK:
             for module in modules:
-                started = next(one for one in _STARTED.values() if id(module) in one.heard)
-                left = tuple(x for x in started.heard.pop(id(module)) if x is not following)
+                started = next(one for one in _STARTED.values() if id(module) in one.followers)
+                left = tuple(x for x in started.followers.pop(id(module)) if x is not following)
                 if left:
-                    started.heard[id(module)] = left
-                if not started.heard:
+                    started.followers[id(module)] = left
+                if not started.followers:
                     _STARTED.pop(started.kind).restore()

@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 from .._text import and_more, brief
 from ..core.numbers import as_int
 from .head_address import Layer, as_written, is_layer, parse_layer
-from .parts import Waiting
+from .parts import PendingCall
 from .private_torch import has_parts, outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
@@ -53,16 +53,16 @@ class Forward:
     read: of every projection in it, how many positions it read, and how wide what it gave is.
     lost: the shapes of softmaxes made in it of which no product with values was seen, by mark.
     other: what else may attend in it, as clauses, and whether that is likely.
-    told: attention that was made in it was told of, or left out.
+    emitted: attention in it was emitted, or left out.
     reason: why some of it was left out.
     """
 
     module: nn.Module
-    waiting: list[Waiting] = field(default_factory=list)
+    waiting: list[PendingCall] = field(default_factory=list)
     read: set[tuple[int, int]] = field(default_factory=set)
     lost: dict[object, torch.Size] = field(default_factory=dict)
     other: dict[str, bool] = field(default_factory=dict)
-    told: bool = False
+    emitted: bool = False
     reason: str = ""
 
     @property
@@ -180,7 +180,7 @@ class Names:
             self.stack.clear()
             self._busy = False
 
-    def hears(self, module: nn.Module) -> bool:
+    def captures(self, module: nn.Module) -> bool:
         """Return True if a module is the model's, and this thread and task watch it."""
         if id(module) not in self.names:
             return False
@@ -345,13 +345,13 @@ Heads = int | Mapping[str, int] | None
 """A number of heads, their axis (negative), or a dict of either by patterns of modules' names."""
 
 
-def told_heads(heads: Heads) -> Callable[[str], int | None]:
+def declared_heads(heads: Heads) -> Callable[[str], int | None]:
     """Return what `heads` tells of each module: a number of heads, or their axis from the end.
 
     Raises:
         ValueError: something else than whole numbers other than 0 and -1 and -2.
 
-    >>> told = told_heads({"vision.*": 4})
+    >>> told = declared_heads({"vision.*": 4})
     >>> told("vision.attn"), told("text.attn")
     (4, None)
     """
@@ -388,20 +388,20 @@ def check_model(function: str, model: object) -> str:
     return f"{function}({type(model).__name__}, …)"
 
 
-def check_inputs(said: str, inputs: Any) -> None:
+def check_inputs(quote: str, inputs: Any) -> None:
     """Raise ValueError for a text, or a list of texts or numbers, where a model takes tensors."""
     listed = [inputs] if isinstance(inputs, str | bytes) else inputs
     if not isinstance(listed, tuple | list) or not listed:
         return
     if all(isinstance(one, str | bytes) for one in listed):
         raise ValueError(
-            f"{said}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
+            f"{quote}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
             f"as tokenizer(text, return_tensors='pt')."
         )
     if all(as_int(one) is not None for one in listed):
         raise ValueError(
-            f"{said}: inputs is {brief(inputs)}, and the items of a list are arguments; give token "
-            f"ids as a tensor [B, T], such as torch.tensor([ids])."
+            f"{quote}: inputs is {brief(inputs)}, and the items of a list are arguments; give "
+            f"token ids as a tensor [B, T], such as torch.tensor([ids])."
         )
 
 

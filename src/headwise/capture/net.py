@@ -1,4 +1,4 @@
-"""What is spread out to notice a model's attention, and what the roads share."""
+"""What is spread out to notice a model's attention, and what the interceptors share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..core.modes import transformed
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
 from .modules import Forward, Names
-from .parts import Settled, Waiting, at_end, at_last, read
+from .parts import PendingCall, ResolvedCall, at_end, at_last, read
 from .private_torch import in_backward, modes, pop_mode, push_mode
 from .ranks import place_of_heads
 
-Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
+Interceptor = Callable[["CaptureSession", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
 
 
@@ -44,19 +44,17 @@ SILENCE = Depth()
 """In it nobody notices what is called, for that is part of a call that is told."""
 
 
-class Net:
-    """Who is running, how a call is told, and what is remembered between the steps of one.
+class CaptureSession:
+    """The modules that run, their captured calls, and what is kept between the steps of one call.
 
-    `roads` are the functions that are known to attend, or to be a step of it; those of them that
-    are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
-    `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
-    order; `heard` those that were told, and whether the modules told of all their calls themselves.
-    Of a model that is `known` to attend in such modules alone, no others are followed. `attended`
-    has the outermost module of each forward, by its id, and the modules that attended in it;
-    `in_graphs` the calls of graphs that this forward has made, by their sites and modules.
-    `numbers` has the layers' numbers, by the names of modules.
-    `heads` says what somebody has told of a module's heads. Errors name the public `function` that
-    spread it out.
+    `interceptors` handle the functions that attend, or that are a step of it; those in `always` are
+    handled also while no module runs. `begin` and `elsewhere` are those of `catch()`. `noticed`
+    names the module of every call of a forward that was captured or left out, in order; `complete`
+    says of each captured one whether its module reported all of its calls itself. If a model is
+    `known` to attend in such modules alone, no others are followed. `attended` has the outermost
+    module of each forward, by its id, and the modules that attended in it; `in_graphs` the calls
+    from graphs in this forward, by their sites and modules. `numbers` has the layers' numbers, by
+    the names of modules; `heads` the declared heads of a module. Errors name the public `function`.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Net:
         function: str,
         model: nn.Module,
         listener: Listener,
-        roads: Mapping[Any, Road],
+        interceptors: Mapping[Any, Interceptor],
         always: Collection[Any],
         begin: Callable[[], None] = lambda: None,
         elsewhere: Callable[[nn.Module], None] | None = None,
@@ -77,7 +75,7 @@ class Net:
         self._away = ExitStack()
         self.begin = begin
         self.listener = listener
-        self.roads, self.always = roads, always
+        self.interceptors, self.always = interceptors, always
         self.masks = MaskMemo()
         self.softmaxes = WeakIdKeyDictionary()
         self.contexts: set[StorageWeakRef] = set()
@@ -86,7 +84,7 @@ class Net:
         self.functions = Functions(self)
         self.noticed: list[str] = []
         self.numbers: dict[str, int] = {}
-        self.heard: dict[str, bool] = {}
+        self.complete: dict[str, bool] = {}
         self.capture: Callable[[], tuple[Any, Callable[[], None]]] | None = None
         self.run_as_written: Callable[[], None] | None = None
         self.in_graphs: set[tuple[int, int]] = set()
@@ -94,7 +92,7 @@ class Net:
         self.heads: Callable[[str], int | None] = lambda name: None
 
     @property
-    def said(self) -> str:
+    def quote(self) -> str:
         """The call that errors quote: `watch(GPT)`."""
         return f"{self.function}({type(self.names.model).__name__})"
 
@@ -125,7 +123,7 @@ class Net:
         outer = self.names.stack[-1] if self.names.stack else None
         if outer is not None and forward.leaf:
             outer.lost |= forward.lost
-        told = forward.told
+        told = forward.emitted
         if not told:
             self._name_unseen(forward, outer)
         if forward.waiting:
@@ -135,7 +133,7 @@ class Net:
                 settled += [at_last(waiting) for waiting in unknown]
             else:
                 outer.waiting += unknown
-            self._settle(forward, settled)
+            self._resolve(forward, settled)
         if told:  # what is said of its calls comes first
             self._name_unseen(forward, outer)
         if outer is None:
@@ -151,14 +149,14 @@ class Net:
         """
         if not (forward.lost or forward.other):
             return
-        alone = not forward.told and self.names.attends(forward)
+        alone = not forward.emitted and self.names.attends(forward)
         passed = set(self.unfollowed)
         if outer is not None and forward.leaf and not alone:
             outer.other |= {reason: False for reason, likely in forward.other.items() if not likely}
             passed |= {found.mark for found in self.softmaxes.values()}  # not gone yet
         lost = {mark: x for mark, x in forward.lost.items() if mark not in passed}
         lost = {mark: x for mark, x in lost.items() if alone or x[-1] == x[-2] > 1}
-        other = {} if forward.told else forward.other
+        other = {} if forward.emitted else forward.other
         reasons = [reason for reason, likely in other.items() if alone or likely]
         if lost:
             shapes = and_more([str(list(shape)) for shape in lost.values()])
@@ -190,20 +188,20 @@ class Net:
                     settled = read(forward.waiting, x)
                 if forward.lost:  # a whole by itself may be a part: the module's end tells
                     settled = [one for one in settled if one.reason]
-                self._settle(forward, settled)
+                self._resolve(forward, settled)
 
-    def _settle(self, forward: Forward, settled: Sequence[Settled]) -> None:
+    def _resolve(self, forward: Forward, settled: Sequence[ResolvedCall]) -> None:
         for one in settled:
             forward.waiting = [waiting for waiting in forward.waiting if waiting is not one.call]
             if one.reason:
                 forward.reason = one.reason
                 self.names.left_out.setdefault(one.call.name, one.reason)
             else:
-                one.call.settle(one.queries)
+                one.call.resolve(one.queries)
 
     def leave_out(self, forward: Forward, reason: str) -> None:
         """Note that attention of a module is not told of, and why."""
-        name, forward.told, forward.reason = self.names.name(forward), True, reason
+        name, forward.emitted, forward.reason = self.names.name(forward), True, reason
         self.noticed.append(name)
         self.names.left_out.setdefault(name, reason)
 
@@ -216,16 +214,16 @@ class Net:
         """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
         return not SILENCE.now and self.names.inside
 
-    def hears(self, module: nn.Module) -> bool:
+    def captures(self, module: nn.Module) -> bool:
         """Return True if calls that this module tells of are to be noticed now."""
         if self.in_full:
             return self.open
-        return not SILENCE.now and self.names.hears(module)
+        return not SILENCE.now and self.names.captures(module)
 
-    def tell(
+    def emit(
         self,
         call: AttentionCall,
-        waiting: Waiting | None = None,
+        waiting: PendingCall | None = None,
         among: Forward | None = None,
         module: nn.Module | None = None,
     ) -> Tensor | None:
@@ -238,11 +236,11 @@ class Net:
             if module is None or in_backward():  # or of one that ran before
                 return None
             with self.names.alone(module):
-                return self.tell(call, waiting, among, module)
+                return self.emit(call, waiting, among, module)
         among = among or self.names.stack[-1]
         self.noticed.append(call.name)
-        self.heard[call.name] = module is not None and self.heard.get(call.name, True)
-        among.told = True
+        self.complete[call.name] = module is not None and self.complete.get(call.name, True)
+        among.emitted = True
         if torch._C._are_functorch_transforms_active():
             self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
@@ -250,7 +248,7 @@ class Net:
         if waiting is None:
             self.numbers[call.name] = call.layer
         else:
-            waiting.once_whole(lambda _: self._number(call.name))
+            waiting.on_complete(lambda _: self._number(call.name))
         if self._split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
         if self.in_full:
@@ -273,15 +271,15 @@ class Net:
         if transformed():
             name = self.names.current if name is None else name
             raise ValueError(
-                f"{self.said}: {name!r} runs inside a transform of torch.func (vmap, "
+                f"{self.quote}: {name!r} runs inside a transform of torch.func (vmap, "
                 f"grad, jacrev, jvp, …), and cannot be watched there; watch a call without it."
             )
 
 
 class Functions(TorchFunctionMode):
-    """Sees PyTorch's functions, and lets those that are known go their roads."""
+    """Sees PyTorch's functions, and lets those that are known go their interceptors."""
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: CaptureSession) -> None:
         super().__init__()
         self.net = net
 
@@ -328,13 +326,13 @@ class Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         net, kwargs = self.net, kwargs or {}
-        road = net.roads.get(func)  # most functions have none, and every one comes by
-        if road is None or not (func in net.always or net.open):
+        route = net.interceptors.get(func)  # most functions have none, and every one comes by
+        if route is None or not (func in net.always or net.open):
             return func(*args, **kwargs)
-        return road(net, func, args, kwargs)
+        return route(net, func, args, kwargs)
 
 
-class Replaced:
+class RefcountedPatch:
     """Something of another library's, replaced while any net is out, of whatever thread.
 
     `replace` puts the replacement in place, and gives what undoes that.
@@ -344,11 +342,11 @@ class Replaced:
         self._replace = replace
         self._restore: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self.everyone: tuple[Net, ...] = ()  # all nets that are out, of whatever thread
+        self.everyone: tuple[CaptureSession, ...] = ()  # all nets that are out, of whatever thread
 
     @contextmanager
-    def heard_by(self, net: Net) -> Iterator[None]:
-        """Replaced while this lasts; `net` is among those that listen."""
+    def activate(self, net: CaptureSession) -> Iterator[None]:
+        """RefcountedPatch while this lasts; `net` is among those that listen."""
         with self._lock:
             if not self.everyone:
                 self._restore = self._replace()
@@ -362,6 +360,6 @@ class Replaced:
                     self._restore()
 
     @property
-    def nets(self) -> tuple[Net, ...]:
+    def nets(self) -> tuple[CaptureSession, ...]:
         """The nets that listen now, in this thread, outermost first."""
         return tuple(net for net in self.everyone if net.open)

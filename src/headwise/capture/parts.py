@@ -20,12 +20,12 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class Waiting:
+class PendingCall:
     """A call of which it is not known yet whether it is whole.
 
     Args:
         name: the qualified name of its module.
-        said: how reasons quote the call.
+        quote: how reasons quote the call.
         made: the heads' outputs `[B, H, T, Dv]` that the model goes on with.
         shape: that of the product itself.
         keys: how many keys count.
@@ -39,7 +39,7 @@ class Waiting:
     """
 
     name: str
-    said: str
+    quote: str
     made: Tensor
     shape: torch.Size
     keys: int
@@ -54,14 +54,14 @@ class Waiting:
     def __post_init__(self) -> None:
         self.rows, self.heads, self.queries, self.width = self.made.shape
 
-    def once_whole(self, keep: Callable[[int], None]) -> None:
+    def on_complete(self, keep: Callable[[int], None]) -> None:
         """Call `keep` with the number of queries that there are, as soon as that is known."""
         if self.there is None:
             self.then.append(keep)
         else:
             keep(self.there)
 
-    def settle(self, queries: int) -> None:
+    def resolve(self, queries: int) -> None:
         """It is whole, one of so many queries."""
         self.there = queries
         for keep in self.then:
@@ -85,10 +85,10 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedCall:
     """What was found of a call: of how many queries it is one, or why it is left out."""
 
-    call: Waiting
+    call: PendingCall
     queries: int = 0
     reason: str = ""
 
@@ -96,7 +96,7 @@ class Settled:
 # ── a projection reads ──────────────────────────────────────────────────────────────────────────
 
 
-def read(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
+def read(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
     """What a projection tells that reads `x`, `[…, H · Dv]`."""
     if x.dim() < 3:  # positions of all rows in one axis tell nothing
         return []
@@ -108,7 +108,7 @@ def read(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
     return [_read(w, x) for w in alike] or _chunks(waiting, x)
 
 
-def _read(w: Waiting, x: Tensor) -> Settled:
+def _read(w: PendingCall, x: Tensor) -> ResolvedCall:
     """What `x` tells, as many numbers as the heads' outputs, features last."""
     if x.shape[-1] != w.wide:
         return _left(w, f"has {w.heads} heads by its axes, and joins {x.shape[-1] // w.width}")
@@ -121,10 +121,10 @@ def _read(w: Waiting, x: Tensor) -> Settled:
     if place == "queries first" and x.shape[1] % x.shape[0] == 0 and not w.queries_first:
         # or a batch of blocks
         place = place if _same(told.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
-    return Settled(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
+    return ResolvedCall(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
 
 
-def _is_slice(w: Waiting, x: Tensor) -> bool:
+def _is_slice(w: PendingCall, x: Tensor) -> bool:
     """Return True if `x` `[B, N, H · Dv]` holds the outputs of N consecutive queries of a call."""
     count = x.shape[1] if x.dim() == 3 else 0
     if not 0 < count < w.queries or len(x) != w.rows or x.shape[-1] != w.wide:
@@ -148,7 +148,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _place(axes: Sequence[int], w: Waiting) -> str:
+def _place(axes: Sequence[int], w: PendingCall) -> str:
     """How positions along these axes are the call's; empty if they are not."""
     if prod(axes) != w.seen:
         return ""
@@ -161,8 +161,8 @@ def _place(axes: Sequence[int], w: Waiting) -> str:
 
 
 def at_end(
-    waiting: Sequence[Waiting], output: Any, lost: Sequence[torch.Size], before: str = ""
-) -> tuple[list[Settled], list[Waiting]]:
+    waiting: Sequence[PendingCall], output: Any, lost: Sequence[torch.Size], before: str = ""
+) -> tuple[list[ResolvedCall], list[PendingCall]]:
     """What the end of a module tells, and the calls of which it tells nothing.
 
     Args:
@@ -204,16 +204,16 @@ def at_end(
     return found, apart
 
 
-def _of_streams(w: Waiting, streams: Sequence[torch.Size]) -> bool:
+def _of_streams(w: PendingCall, streams: Sequence[torch.Size]) -> bool:
     """Return True if outputs `[B, N, C]` of several streams of tokens have the call's queries."""
     lengths = [length for rows, length, _ in streams if rows == w.rows]
     return w.sure and len(lengths) > 1 and sum(lengths) == w.queries
 
 
-def at_last(w: Waiting) -> Settled:
+def at_last(w: PendingCall) -> ResolvedCall:
     """What there is to say of a call of which nothing told."""
     if w.sure or len(w.shape) > 3:
-        return Settled(w, w.seen)
+        return ResolvedCall(w, w.seen)
     return _left(w, "is of a number of heads that nothing tells")
 
 
@@ -232,7 +232,7 @@ def _axes(x: Tensor) -> list[tuple[int, ...]]:
     return [shape[:-1]] + ([shape[:1] + shape[2:]] if len(shape) == 4 else [])
 
 
-def _of_shares(whole: Sequence[Waiting], lost: Sequence[torch.Size]) -> list[Settled]:
+def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list[ResolvedCall]:
     """What to say of whole calls, whose queries others may see too, with shares of the keys."""
     sizes = [(w.rows, w.heads, w.queries) for w in whole if w.by_hand]
     found = []
@@ -248,13 +248,13 @@ def _of_shares(whole: Sequence[Waiting], lost: Sequence[torch.Size]) -> list[Set
             more = f"{others} more softmax{'es' * (others > 1)} of its queries"
             reason = f"is not all: no product with values was seen of {more}"
         else:
-            found.append(Settled(w, w.seen))
+            found.append(ResolvedCall(w, w.seen))
             continue
         found.append(_left(w, reason))
     return found
 
 
-def _chunks(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
+def _chunks(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
     """What to say of several calls, each of some queries of a whole; nothing if they are not."""
     if len(waiting) < 2 or len({(w.rows, w.heads, w.width) for w in waiting}) > 1:
         return []
@@ -266,12 +266,14 @@ def _chunks(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
     before = {w.keys - end for w, end in zip(ordered, ends, strict=True)}
     alone = all(w.queries == w.keys for w in waiting)  # each is a sequence by itself
     if alone or (len(before) == 1 and min(before) >= 0):
-        return [Settled(w, w.seen) for w in waiting]
+        return [ResolvedCall(w, w.seen) for w in waiting]
     reason = f"is one of {len(waiting)} products of some queries: nothing tells where these stand"
     return [_left(w, reason) for w in waiting]
 
 
-def _of_others(w: Waiting, rest: Sequence[Waiting], axes: tuple[int, ...], lost: int) -> Settled:
+def _of_others(
+    w: PendingCall, rest: Sequence[PendingCall], axes: tuple[int, ...], lost: int
+) -> ResolvedCall:
     """What to say of a call whose module puts out other positions than its queries."""
     queries, seen = prod(axes), sum(other.seen for other in rest)
     one_for_each = len(axes) == 1  # one vector for each row, of all its positions
@@ -284,14 +286,14 @@ def _of_others(w: Waiting, rest: Sequence[Waiting], axes: tuple[int, ...], lost:
         return _left(w, _misread(w, axes))
     if seen > queries and not one_for_each:
         return _left(w, f"has {seen} queries, and its module puts out {queries} positions")
-    return Settled(w, max(w.seen, queries))
+    return ResolvedCall(w, max(w.seen, queries))
 
 
-def _left(w: Waiting, reason: str) -> Settled:
-    return Settled(w, reason=f"{w.said} {reason}")
+def _left(w: PendingCall, reason: str) -> ResolvedCall:
+    return ResolvedCall(w, reason=f"{w.quote} {reason}")
 
 
-def _misread(w: Waiting, axes: Sequence[int]) -> str:
+def _misread(w: PendingCall, axes: Sequence[int]) -> str:
     return (
         f"has {w.rows} × {w.queries} queries by its axes, and positions are {list(axes)}: batch "
         f"rows, heads and blocks cannot be told apart"

@@ -87,7 +87,7 @@ def twin(function: Any, **names: Any) -> Callable[..., Any]:
     return found
 
 
-def unasked(function: Any) -> Callable[..., Any]:
+def without_dispatch(function: Any) -> Callable[..., Any]:
     """Return a function of PyTorch's that does not ask for function modes itself.
 
     Run inside a mode, what it calls is seen and it is not.

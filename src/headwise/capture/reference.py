@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.numbers import fault_of_flags
 from ..stats.lse import LSE
-from .call import AttentionCall, Looking
+from .call import AttentionCall, ObserveOptions
 from .head_address import Layer, joined_numbers, module_of
 from .modules import check_model
 from .session import catch
@@ -33,7 +33,7 @@ class AblationReference:
     def add(self, call: AttentionCall) -> None:
         """Take in what a call's heads gave, once it is known to be all that its module attends."""
         name, parts = call.name, self._parts(call)
-        call.once_whole(lambda _: self._join(name, *parts))
+        call.on_complete(lambda _: self._join(name, *parts))
 
     def take(self, call: AttentionCall) -> None:
         """Take in what a call's heads gave, at once."""
@@ -135,9 +135,9 @@ def ablation_reference(
     >>> reference.mean("").shape
     torch.Size([3, 8])
     """
-    said = check_given("ablation_reference", model, loss, batches)
+    quote = check_given("ablation_reference", model, loss, batches)
     if fault := fault_of_flags(rows=rows):
-        raise ValueError(f"{said}: {fault}.")
+        raise ValueError(f"{quote}: {fault}.")
     kept, why = AblationReference(rows), "there are no batches"
     for batch in batches:
         with torch.no_grad(), catch(model, kept.add, function="ablation_reference") as net:
@@ -145,7 +145,7 @@ def ablation_reference(
         kept.numbers = joined_numbers(kept.numbers, net.numbers)
         why = net.names.why_nothing()
     if not kept.modules:
-        raise ValueError(f"{said}: no attention was seen, for {why}.")
+        raise ValueError(f"{quote}: no attention was seen, for {why}.")
     return kept
 
 
@@ -156,25 +156,25 @@ def check_given(function: str, model: object, loss: object, batches: object) -> 
         ValueError: a model that is no module, a loss that is no function, or batches that are one
             batch or none.
     """
-    said = check_model(function, model)
+    quote = check_model(function, model)
     if not callable(loss):
         raise ValueError(
-            f"{said}: loss must be a function, loss(model, batch), and "
+            f"{quote}: loss must be a function, loss(model, batch), and "
             f"{type(loss).__name__} is none."
         )
     single = isinstance(batches, Tensor | Mapping | str)
     if single or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise ValueError(
-            f"{said}: batches must be an iterable of batches, such as a list or a DataLoader, and "
+            f"{quote}: batches must be an iterable of batches, such as a list or a DataLoader, and "
             f"{type(batches).__name__} is none; did you mean [batch], a list of it?"
         )
-    return said
+    return quote
 
 
 def valid_queries(call: AttentionCall) -> Bool[Tensor, "B H T"]:
     """The queries that count in a mean: those that may attend, padding left out, as `watch()`
     does."""
-    rows = call.observe((LSE(),), Looking())["lse"].rows
+    rows = call.observe((LSE(),), ObserveOptions())["lse"].rows
     assert rows is not None  # LSE is per query
     return rows.expand(call.out.shape[:3])
 

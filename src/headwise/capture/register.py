@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .mask_import import Copy, MaskMemo
-from .serve import APART, Asked, Served, accelerators, note, serve
+from .serve import APART, AcceleratedCall, AttentionRequest, accelerators, note, serve
 
 _NAME = "headwise"
 _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 """What classes of models say of kernels that compute attention as it is in the textbook."""
 
-_ROAD = "headwise_attention"
+_ROUTE = "headwise_attention"
 
 
 def headwise_attention(
@@ -39,11 +39,11 @@ def headwise_attention(
     if torch.compiler.is_compiling():  # what the kernel would serve depends on numbers
         return (_sdpa() if plain and not special(options) else _eager)(*given, **options)
     if not plain:
-        note(_ROAD, "this kind of attention is its model's own")
+        note(_ROUTE, "this kind of attention is its model's own")
         return _eager(*given, **options)
     served = served_call(*given, options)
-    note(_ROAD, served)
-    if isinstance(served, Served):
+    note(_ROUTE, served)
+    if isinstance(served, AcceleratedCall):
         return served.out().transpose(1, 2).contiguous(), None
     with APART:  # sdpa would pass over sinks
         return (_eager if special(options) else _sdpa())(*given, **options)
@@ -56,7 +56,7 @@ def served_call(
     value: Tensor,
     mask: Tensor | None,
     options: dict[str, Any],
-) -> Served | str:
+) -> AcceleratedCall | str:
     """A call of the interface as headwise serves it, with the meaning that `sdpa` gives it and
     softcap and sinks beside; or why it does not."""
     if options.get("cache") is not None:
@@ -74,7 +74,7 @@ def served_call(
     q, k, v = query, key, value
     if len(q) != len(k):  # a single row of queries may serve the whole batch
         q, k, v = (x.expand(max(len(q), len(k)), -1, -1, -1) for x in (q, k, v))
-    call = Asked(
+    call = AttentionRequest(
         q,
         k,
         v,

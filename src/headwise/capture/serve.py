@@ -23,7 +23,7 @@ from ..core.masks import Bias
 from ..core.shapes import Extent, no_autocast
 from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
-from .net import Depth, Functions, Net, Replaced
+from .net import CaptureSession, Depth, Functions, RefcountedPatch
 from .private_torch import autocast, modes, traced
 
 NATIVE = "native"
@@ -48,9 +48,9 @@ class Accelerated:
         self.calls: dict[tuple[str, str, str | None, str], int] = {}
         self._own_layers = own_layers
 
-    def note(self, module: str, function: str, found: Served | str) -> None:
+    def note(self, module: str, function: str, found: AcceleratedCall | str) -> None:
         """Count a call, with its backend or the reason why it was not accelerated."""
-        served = isinstance(found, Served)
+        served = isinstance(found, AcceleratedCall)
         backend, reason = (found.backend, "") if served else (None, found)
         place = (module, function, backend, reason)
         self.calls[place] = self.calls.get(place, 0) + 1
@@ -108,11 +108,11 @@ class Accelerated:
 APART = Depth()
 """Inside it, calls run unchanged and are not counted."""
 
-SERVED = Replaced(lambda: lambda: None)
+SERVED = RefcountedPatch(lambda: lambda: None)
 """The sessions of accelerated models."""
 
 
-class Accelerator(Net):
+class Accelerator(CaptureSession):
     """A session that accelerates its model; it captures nothing."""
 
     account: Accelerated
@@ -126,7 +126,7 @@ class Accelerator(Net):
         return not torch.compiler.is_compiling() and not APART.now and self.names.inside
 
 
-def accelerators() -> tuple[Net, ...]:
+def accelerators() -> tuple[CaptureSession, ...]:
     """Return the sessions whose model is running in this thread, outermost first."""
     return SERVED.nets if SERVED.everyone else ()
 
@@ -138,7 +138,7 @@ def watched() -> bool:
     return any(net.open for net in outer if not isinstance(net, Accelerator))
 
 
-def note(function: str, found: Served | str, name: str | None = None) -> None:
+def note(function: str, found: AcceleratedCall | str, name: str | None = None) -> None:
     """Count a call in all sessions that accelerate its model."""
     for net in accelerators():
         assert isinstance(net, Accelerator)
@@ -149,7 +149,7 @@ def note(function: str, found: Served | str, name: str | None = None) -> None:
 
 
 @dataclass
-class Served(OnePass):
+class AcceleratedCall(OnePass):
     """A call that headwise computes in place of a function.
 
     `run` computes the output of the original function, `[B, H, T, Dv]`, for scores that are not
@@ -172,13 +172,13 @@ class Served(OnePass):
                     return self.run()
         return out
 
-    def told(self, call: AttentionCall) -> AttentionCall:
+    def attached_to(self, call: AttentionCall) -> AttentionCall:
         """Return a call for a watch, with the output of this one."""
         return replace(call, made=self.out, one_pass=self)
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionRequest:
     """The arguments of a call: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and a mask in the form of
     PyTorch's attention (`causal` counts from the start of both)."""
 
@@ -199,44 +199,46 @@ class Asked:
         return self.softcap is not None or self.sinks is not None
 
 
-def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -> Served | str:
+def serve(
+    request: AttentionRequest, original: Callable[[], Tensor], memo: MaskMemo | None
+) -> AcceleratedCall | str:
     """Return the accelerated call, or the reason why the call runs unchanged.
 
     A call with softcap or sinks runs on the backend that `attend()` chooses, any other only on the
     native kernel.
     """
-    if reason := _odd(asked):
+    if reason := _odd(request):
         return reason
     if autocast():
-        lowered = {name: _lowered(getattr(asked, name)) for name in ("q", "k", "v", "mask")}
-        asked = replace(asked, **lowered)
+        lowered = {name: _lowered(getattr(request, name)) for name in ("q", "k", "v", "mask")}
+        request = replace(request, **lowered)
     try:
-        mask = _mask(asked, memo)
+        mask = _mask(request, memo)
         if isinstance(mask, str):
             return mask
-        options = {n: getattr(asked, n) for n in ("scale", "softcap", "dropout", "sinks")}
-        call = Call.of(asked.q, asked.k, asked.v, mask=mask, **options)
+        options = {n: getattr(request, n) for n in ("scale", "softcap", "dropout", "sinks")}
+        call = Call.of(request.q, request.k, request.v, mask=mask, **options)
     except ValueError as error:  # the function reports invalid arguments itself
         return str(error)
     backend = choose(call, "auto").name
-    if backend == NATIVE or asked.special:
-        return Served(call, backend, original, strict=False)
+    if backend == NATIVE or request.special:
+        return AcceleratedCall(call, backend, original, strict=False)
     refused = next(choice.reasons for choice in consider(call) if choice.name == NATIVE)
     return "; ".join(refused) or "PyTorch's kernel was measured faster on CPUs without vector units"
 
 
-def _odd(asked: Asked) -> str:
+def _odd(request: AttentionRequest) -> str:
     """Return the reason why tensors cannot be read as memory, or ""."""
     if traced():
         return "the call is traced"
-    for x in (asked.q, asked.k, asked.v, asked.mask, asked.bias):
+    for x in (request.q, request.k, request.v, request.mask, request.bias):
         if x is not None and (x.is_nested or type(x) not in _PLAIN):
             return f"a {'nested tensor' if x.is_nested else type(x).__name__}"
-    if asked.special:
+    if request.special:
         return ""
     if not torch.backends.cuda.flash_sdp_enabled():
         return "the caller has switched PyTorch's fused kernel off"
-    device = asked.q.device.type
+    device = request.q.device.type
     if device in ("cpu", "cuda"):
         return ""
     return f"kernels for CPUs and CUDA, and this call is on {device}"
@@ -255,22 +257,22 @@ def _lowered(x: Any) -> Any:
 # ── masks ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _mask(asked: Asked, memo: MaskMemo | None) -> Mask | str:
+def _mask(request: AttentionRequest, memo: MaskMemo | None) -> Mask | str:
     """Return the mask, with the meaning that it has in PyTorch, or why it is not supported."""
-    q, k = asked.q, asked.k
+    q, k = request.q, request.k
     extent = Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    given = asked.mask
+    given = request.mask
     if given is None:
-        found: Mask | str = as_mask(None, extent, causal=asked.causal)
+        found: Mask | str = as_mask(None, extent, causal=request.causal)
     elif memo is None:
         found = _of_tensor(given, extent)
     else:
         found = memo.of(given, ("served", extent), lambda: _of_tensor(given, extent))
-    if asked.bias is None or isinstance(found, str):
+    if request.bias is None or isinstance(found, str):
         return found
     if not _all_see(found, extent, q.device):
         return "queries that may attend to nothing, beside a bias"
-    return found & Bias(asked.bias)
+    return found & Bias(request.bias)
 
 
 def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:

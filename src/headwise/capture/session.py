@@ -29,8 +29,8 @@ from .adapters.varlen import functions as varlen_attention
 from .call import Listener
 from .known import Known, forget, known, learn, starting, starting_compiled
 from .modules import Names, names_of
-from .net import Functions, Net, Replaced, Road
-from .private_torch import compiler, unasked, unnoticed
+from .net import CaptureSession, Functions, Interceptor, RefcountedPatch
+from .private_torch import compiler, unnoticed, without_dispatch
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def catch(
     function: str = "watch",
     in_full: bool = True,
     refuse: bool = True,
-) -> Iterator[Net]:
+) -> Iterator[CaptureSession]:
     """Call `listener` with every attention call that `model` makes in this thread.
 
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
@@ -61,7 +61,7 @@ def catch(
     about = None if in_full else known(model)
     parts = None if in_full or about else compiled_parts(model)
     names = None if about is None else about.names
-    net = Net(function, model, listener, {}, (), begin, elsewhere, names)
+    net = CaptureSession(function, model, listener, {}, (), begin, elsewhere, names)
     with ExitStack() as stack:
         if not refuse:
             net.run_as_written = lambda: stack.enter_context(AS_WRITTEN)
@@ -79,7 +79,7 @@ def catch(
         forget(model)
 
 
-def _capture_parts(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
+def _capture_parts(net: CaptureSession, parts: list[nn.Module], stack: ExitStack) -> None:
     """Capture the calls of compiled parts of a model in their graphs."""
     inner = stack.enter_context(ExitStack())
 
@@ -91,12 +91,14 @@ def _capture_parts(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
 
     net.in_full = net.names.moves = False
     inner.enter_context(net.names.marked())
-    inner.enter_context(COMPILER.heard_by(net))
+    inner.enter_context(COMPILER.activate(net))
     inner.enter_context(Listening(net, failed).on())
     inner.enter_context(starting_compiled(net, parts))
 
 
-def _follow_or_capture(net: Net, about: Known | None, stack: ExitStack, in_full: bool) -> None:
+def _follow_or_capture(
+    net: CaptureSession, about: Known | None, stack: ExitStack, in_full: bool
+) -> None:
     """Follow a model, but capture its calls in graphs while compiled code around it runs."""
     inner = stack.enter_context(ExitStack())
 
@@ -121,11 +123,11 @@ def _follow_or_capture(net: Net, about: Known | None, stack: ExitStack, in_full:
 
     if not in_full and compiler() is not None:
         net.capture = capture
-        stack.enter_context(COMPILER.heard_by(net))
+        stack.enter_context(COMPILER.activate(net))
     follow()
 
 
-def _listen(net: Net, about: Known, stack: ExitStack) -> None:
+def _listen(net: CaptureSession, about: Known, stack: ExitStack) -> None:
     """Capture the calls that modules of a known model report themselves."""
     inner = stack.enter_context(ExitStack())
 
@@ -142,11 +144,11 @@ def _listen(net: Net, about: Known, stack: ExitStack) -> None:
     inner.enter_context(starting(net, about, changed))
 
 
-def _follow(net: Net, stack: ExitStack) -> None:
+def _follow(net: CaptureSession, stack: ExitStack) -> None:
     """Follow the modules of a model while they run, and see what they compute."""
     model, net.always = net.names.model, ALWAYS
-    net.roads = ALWAYS | {F.linear: _projection} | fused_attention() | composite_functions()
-    net.roads |= steps_by_hand() | varlen_attention()
+    net.interceptors = ALWAYS | {F.linear: _projection} | fused_attention() | composite_functions()
+    net.interceptors |= steps_by_hand() | varlen_attention()
     written = run_as_written(model)
     net.names.moves &= written is not AS_WRITTEN
     stack.enter_context(written)
@@ -156,31 +158,35 @@ def _follow(net: Net, stack: ExitStack) -> None:
     stack.enter_context(attention_functions(net))
     stack.enter_context(flex_calls(net))
     if net.capture is None and compiler() is not None:
-        stack.enter_context(COMPILER.heard_by(net))
-    stack.enter_context(UNNOTICED.heard_by(net))
+        stack.enter_context(COMPILER.activate(net))
+    stack.enter_context(UNNOTICED.activate(net))
     if net.names.away:
         net.names.home = None  # the mode is on while the model runs, in whichever thread
     else:
         stack.enter_context(net.functions.on())
 
 
-def _projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _projection(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Create a projection: its input determines whose heads were joined."""
     out = function(*args, **kwargs)
     net.projected(args[0] if args else kwargs["input"], out)
     return out
 
 
-def _backward(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a backward pass with the mode on, which is off while a function that it saw runs.
 
     What an ablation took out of a layer must be out when checkpointing computes it a second time.
     """
     with net.functions:
-        return unasked(function)(*args, **kwargs)
+        return without_dispatch(function)(*args, **kwargs)
 
 
-ALWAYS: dict[Any, Road] = dict.fromkeys(
+ALWAYS: dict[Any, Interceptor] = dict.fromkeys(
     (torch.autograd.backward, torch.autograd.grad, Tensor.backward), _backward
 )
-UNNOTICED = Replaced(lambda: unnoticed(Functions, Names))
+UNNOTICED = RefcountedPatch(lambda: unnoticed(Functions, Names))

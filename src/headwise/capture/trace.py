@@ -17,7 +17,7 @@ from ..stats.record import Reading, Record
 from ..stats.run import Work
 from ..stats.segments import Segments
 from ..stats.statistic import Statistic
-from .call import AttentionCall, Looking
+from .call import AttentionCall, ObserveOptions
 from .head_address import Layer, is_layer
 
 
@@ -130,11 +130,11 @@ class Recorder:
                 f"{call.name!r} attends in {call.batch} rows, with {call.heads} of its "
                 f"{call.all_heads} heads: trace one text, without beams, with all heads here"
             )
-        looking = Looking(torch.tensor([call.queries - 1]))
+        looking = ObserveOptions(torch.tensor([call.queries - 1]))
         row = call.observe([_ROWS_OF_P], looking)["rows"].values[0, :, 0, :keys]
         if step == len(self.by_token):
             self.by_token.append(row.new_zeros(self.prompt))
-        call.once_whole(lambda _: self._add(call.name, call.layer, step, call.first_key, row))
+        call.on_complete(lambda _: self._add(call.name, call.layer, step, call.first_key, row))
 
     def _add(self, name: str, layer: int, step: int, first: int, row: Float[Tensor, "H S"]) -> None:
         module = self.modules.get(name)

@@ -16,9 +16,9 @@ from ..stats.patterns import First, Previous, Self
 from ..stats.sampling import check_queries
 from ..stats.statistic import Statistic, Statistics, check_statistics
 from .bundle import Bundles
-from .call import AttentionCall, Looking, seed_of_rank
+from .call import AttentionCall, ObserveOptions, seed_of_rank
 from .captured import Watched
-from .modules import Heads, Modules, check_model, chosen, told_heads, why_left_out
+from .modules import Heads, Modules, check_model, chosen, declared_heads, why_left_out
 from .session import catch
 
 DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
@@ -117,9 +117,9 @@ def watch(
         check_queries(queries)
     asked = Statistics.of(statistics)
     left_out: dict[str, None] = {}
-    looking = Looking(queries, seed, gradients, padding)
+    looking = ObserveOptions(queries, seed, gradients, padding)
     meant = None if modules is None else chosen(modules)
-    told = None if heads is None else told_heads(heads)
+    told = None if heads is None else declared_heads(heads)
     bundles = Bundles()
     observe = AttentionCall.observe if running or gradients else bundles.observe
     with_graph: set[str] = set()  # the modules of which a call was seen with its graph
@@ -163,15 +163,15 @@ def watch(
         if call.waiting is None:
             watched.add(*kept, (looked_at, batch * every), lost)
         else:
-            call.once_whole(lambda found: watched.add(*kept, (looked_at, found), lost))
+            call.on_complete(lambda found: watched.add(*kept, (looked_at, found), lost))
         if graph:
             with_graph.add(call.name)
 
-    said, names = "", None
+    quote, names = "", None
 
     def why() -> str:
         if names is None:
-            return said
+            return quote
         nothing = left_out and not names.left_out
         return why_left_out(modules, left_out) if nothing else names.why_nothing()
 
@@ -183,4 +183,4 @@ def watch(
             yield watched
         finally:  # what was seen does not hold on to the model
             bundles.close()
-            said, names = "" if watched else why(), None
+            quote, names = "" if watched else why(), None

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..capture.call import AttentionCall, Looking
+from ..capture.call import AttentionCall, ObserveOptions
 from ..capture.captured import Watched
 from ..capture.effects import HeadEffects
-from ..capture.session import Net, catch
+from ..capture.session import CaptureSession, catch
 from ..core.reference import Definition
 from ..stats.entropy import Entropy
 from ..stats.map import Map
@@ -43,7 +43,9 @@ class Place:
 
 
 @contextmanager
-def calls_of(model: nn.Module, on_call: Callable[[AttentionCall, Place], None]) -> Iterator[Net]:
+def calls_of(
+    model: nn.Module, on_call: Callable[[AttentionCall, Place], None]
+) -> Iterator[CaptureSession]:
     """Call `on_call` for every attention call, each with a unique name.
 
     The second run of a module, as in layers with shared weights, counts as another layer.
@@ -74,7 +76,7 @@ def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
     places: list[Place] = []
 
     def on_call(call: AttentionCall, place: Place) -> None:
-        call.once_whole(lambda _: places.append(place))
+        call.on_complete(lambda _: places.append(place))
 
     with calls_of(model, on_call) as net:
         with as_look_error(model):
@@ -137,7 +139,7 @@ def collect(
         kind, queries, keys = sample.place(place.module, place.queries, place.keys)
         asked = _figures(kind, sample.parts[keys])
         shown = [] if resolution is None else _drawn(kind, place, resolution)
-        readings = call.observe([*asked, *shown], Looking())
+        readings = call.observe([*asked, *shown], ObserveOptions())
         names = [name for statistic in asked for name in statistic.names]
         _check(readings["entropy"], place, len(collected.seen.modules))
         figures = {name: readings[name] for name in names}
@@ -154,7 +156,7 @@ def collect(
                 collected.layers.append(layer)
             collected.passed()
 
-        call.once_whole(keep)
+        call.on_complete(keep)
 
     with calls_of(model, on_call) as net:
         forward()
@@ -171,9 +173,9 @@ def collect_on_repeats(
         ids = sample.parts[keys].ids
         if kind == "self" and ids is not None:
             asked = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
-            readings = call.observe(asked, Looking())
-            call.once_whole(lambda _: collected.repeats.add(place.name, readings, place.heads))
-        call.once_whole(lambda _: collected.passed())
+            readings = call.observe(asked, ObserveOptions())
+            call.on_complete(lambda _: collected.repeats.add(place.name, readings, place.heads))
+        call.on_complete(lambda _: collected.passed())
 
     with calls_of(model, on_call):
         forward()
@@ -188,9 +190,9 @@ def collect_short_repeat(
     def on_call(call: AttentionCall, place: Place) -> None:
         kind, _, keys = sample.place(place.module, place.queries, place.keys)
         if kind == "self" and sample.parts[keys].ids is not None:
-            drawn = _first_row(call.observe([Map(place.keys)], Looking())["map"])
-            call.once_whole(lambda _: maps.update({place.name: drawn}))
-        call.once_whole(lambda _: collected.passed())
+            drawn = _first_row(call.observe([Map(place.keys)], ObserveOptions())["map"])
+            call.on_complete(lambda _: maps.update({place.name: drawn}))
+        call.on_complete(lambda _: collected.passed())
 
     with calls_of(model, on_call):
         forward()

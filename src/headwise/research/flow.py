@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..capture.call import AttentionCall, Looking
+from ..capture.call import AttentionCall, ObserveOptions
 from ..capture.modules import Modules, check_model
 from ..core.numbers import as_int, format_value, real
 from ..core.reference import Definition
@@ -155,7 +155,7 @@ def row_of_token(call: AttentionCall, token: int | Tensor, quoted: str) -> Float
 
 def carried(one: KeptCall, row: Float[Tensor, "B T"]) -> Float[Tensor, "B H S"]:
     """Return a row times the weights of each head."""
-    return one.call.observe([_Carried(row, None)], Looking())["flow"].values
+    return one.call.observe([_Carried(row, None)], ObserveOptions())["flow"].values
 
 
 def _carry(one: KeptCall, row: Tensor, share: float | None) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ def _carry(one: KeptCall, row: Tensor, share: float | None) -> tuple[Tensor, Ten
     given = row[:, some] if few else row
     slope = one.slope if one.slope is None or not few else one.slope[:, :, some]
     statistic = _Carried(given, share, slope, one.values)
-    looking = Looking(queries=some if few else None)
+    looking = ObserveOptions(queries=some if few else None)
     readings = one.call.observe([statistic], looking)
     flow, back = readings["flow"].values.mean(1), readings["row"].values[:, 0]
     return flow, torch.zeros_like(row).index_copy(1, some, back) if few else back

@@ -198,7 +198,7 @@ def _estimate(
             return None
         name, out = call.name, call.out
         out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
-        call.once_whole(lambda _: outs.append((name, out)))
+        call.on_complete(lambda _: outs.append((name, out)))
         return out
 
     with torch.enable_grad(), catch(model, listen, function="patch") as net:

@@ -71,7 +71,7 @@ def kept_calls(
             one.out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
         if score is not None or values:
             one.values = call.all_values.detach()
-        call.once_whole(lambda _: calls.append(one))
+        call.on_complete(lambda _: calls.append(one))
         return one.out
 
     with torch.set_grad_enabled(score is not None), catch(model, listen, function=function) as net:

@@ -50,7 +50,7 @@ def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> H
             unwanted[call.name] = None
         elif not call.again:
             name, out = call.name, call.out.detach().clone()
-            call.once_whole(lambda _: outs.setdefault(name, []).append(out))
+            call.on_complete(lambda _: outs.setdefault(name, []).append(out))
 
     with torch.no_grad(), catch(model, listen, function="head_outputs") as net:
         call_model(model, inputs)
@@ -110,7 +110,7 @@ def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues
         if call.again:
             return None
         name, out = call.name, call.out.detach().requires_grad_()
-        call.once_whole(lambda _: outs.setdefault(name, []).append(out))
+        call.on_complete(lambda _: outs.setdefault(name, []).append(out))
         return out
 
     def cut(norm: nn.Module, x: tuple[Tensor, ...], out: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .._text import and_more
 from ..capture.bundle import Bundles, together
-from ..capture.call import AttentionCall, Looking, seed_of_call
+from ..capture.call import AttentionCall, ObserveOptions, seed_of_call
 from ..capture.modules import Modules, Names, chosen, evaluating, why_left_out
-from ..capture.net import Net
+from ..capture.net import CaptureSession
 from ..capture.ranks import rank_of_all
 from ..capture.session import catch
 from ..stats.max_logit import MaxLogit, Norms
@@ -98,7 +98,7 @@ class StepCapture:
         self.model, self._warn, self._seed = model, warn, seed
         self.modules, self._meant, self._begun = modules, chosen(modules), begun
         self._stack: ExitStack | None = None
-        self._net: Net | None = None
+        self._net: CaptureSession | None = None
         self._forward: Any = None
         self._every = self._graded = False
         self._calls: Counter[str] = Counter()  # by module, in the running forward
@@ -226,7 +226,7 @@ class StepCapture:
         if call.waiting is None:
             keep(batch * queries)
         else:
-            call.once_whole(keep)
+            call.on_complete(keep)
 
     def _readings(
         self, call: AttentionCall, batch: int, every: int
@@ -242,7 +242,9 @@ class StepCapture:
         results = []
         for statistics, queries in looks:
             if statistics.each:
-                looking = _ALL if queries is None else Looking(queries, self._draw(call.name))
+                looking = (
+                    _ALL if queries is None else ObserveOptions(queries, self._draw(call.name))
+                )
                 some = every if queries is None else queries
                 readings = self._bundles.observe(call, statistics, looking)
                 results.append((readings, batch * some, batch * every))
@@ -255,7 +257,7 @@ class StepCapture:
         own = call.one_pass is not None and call.one_pass.call.mask.free
         if not call.q.is_cuda or (call.lse is None and not own):
             return None
-        looking = Looking(wanted.queries, self._draw(call.name))
+        looking = ObserveOptions(wanted.queries, self._draw(call.name))
         found = call.observe(wanted.all_together, looking)
         if isinstance(found, Readings) and found.of_all_queries(wanted.of_all):
             return found
@@ -366,7 +368,7 @@ class StepCapture:
         return {name: x[0] for name, x in self.sums.parts.get("max_logit", {}).items()}
 
 
-_ALL = Looking()
+_ALL = ObserveOptions()
 _EVAL_MODE = "the model ran in eval mode (call model.train())"
 _NO_GRADIENTS = "the model ran without gradients (such as in torch.no_grad())"
 _ELSEWHERE = "a forward in another thread than that of the last step"

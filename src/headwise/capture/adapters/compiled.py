@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..modules import Names, as_written, attending, called_in_a_graph
-from ..net import Net, Replaced
+from ..net import CaptureSession, RefcountedPatch
 from ..private_torch import (
     backend_of,
     compile_with,
@@ -71,7 +71,7 @@ def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
 
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
-_CURE = {
+_FIX = {
     "compiled by torch.compile": f"{_EAGER}, or take and call the module inside, _orig_mod",
     "compiled in place by torch.compile": _EAGER,
     "compiled by torch.jit": "take the module that it was made from",
@@ -92,7 +92,7 @@ def refuse_compiled(function: str, model: nn.Module) -> None:
             where = repr(as_written(name)) if as_written(name) else "the model"
             raise ValueError(
                 f"{function}({type(model).__name__}): {where} is {how}, and {_cannot(function)}; "
-                f"{_CURE[how]}."
+                f"{_FIX[how]}."
             )
 
 
@@ -136,13 +136,13 @@ class _Backend:
         self.backend, self.models = backend, [weakref.ref(model) for model in models]
         self.root: nn.Module | None = None
         self.sites: list[Site] = []  # for as long as graphs of this backend are kept
-        self.told: Callable[[str], Any] = lambda name: None
+        self.declared: Callable[[str], Any] = lambda name: None
         vars(self).update({x: getattr(backend, x) for x in _NAMES if hasattr(backend, x)})
         self.callback = compiling_with(self)
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
         models = [model for ref in self.models if (model := ref()) is not None]
-        sites, attends = instrument(graph, models, self.root, self.told)
+        sites, attends = instrument(graph, models, self.root, self.declared)
         self.sites += sites
         _AROUND.graphs += 1
         _AROUND.attending += attends
@@ -182,7 +182,7 @@ def _capturing(found: Any, listening: Sequence[Listening], caller: FrameType) ->
         if not isinstance(root, nn.Module):
             running = [net.names.stack[-1].module for net in nets if net.names.inside]
             root = uncompiled_module(running[-1]) if running else None
-        ours.root, ours.told = root, nets[-1].heads
+        ours.root, ours.declared = root, nets[-1].heads
         try:
             with more_graphs():
                 return ours.callback(frame, *args, **kwargs)
@@ -244,15 +244,15 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
     return _capturing(found, running or listening, caller) if listening else found
 
 
-def _refuse_nested(nets: Sequence[Net]) -> None:
+def _refuse_nested(nets: Sequence[CaptureSession]) -> None:
     """Raise ValueError where a model that runs compiled is watched together with a part of it."""
     models = [uncompiled_module(net.names.model) for net in nets]
     for net, model in zip(nets, models, strict=True):
         parts = {id(module) for module in model.modules()} if len(set(models)) > 1 else ()
         if any(other is not model and id(other) in parts for other in models):
             raise ValueError(
-                f"{net.said}: the model runs compiled, and a part of it is watched, too; watch the "
-                f"model alone, with modules=… for its part, or leave it uncompiled."
+                f"{net.quote}: the model runs compiled, and a part of it is watched, too; watch "
+                f"the model alone, with modules=… for its part, or leave it uncompiled."
             )
 
 
@@ -315,27 +315,27 @@ def _refusing(found: Any) -> Any:
     return refuse
 
 
-COMPILER = Replaced(lambda: compile_with(_for_nets, code_ended))
+COMPILER = RefcountedPatch(lambda: compile_with(_for_nets, code_ended))
 """Lets nets know of compiled code: it is refused where the model calls it, else captured."""
 
 
-def _refused(net: Net, code: CodeType) -> ValueError:
+def _refused(net: CaptureSession, code: CodeType) -> ValueError:
     """The error for a function that is compiled: the model calls it, or it calls the model."""
     names, function = net.names, f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
     what = f"the model is called by {function}"
     if names.inside:
         what = f"{repr(names.current) if names.current else 'the model'} calls {function}"
     return ValueError(
-        f"{net.said}: {what}, compiled by torch.compile, and {_cannot(net.function)}; {_EAGER}."
+        f"{net.quote}: {what}, compiled by torch.compile, and {_cannot(net.function)}; {_EAGER}."
     )
 
 
-def _out_here() -> Iterator[Net]:
+def _out_here() -> Iterator[CaptureSession]:
     """The nets of this thread, innermost first."""
     stack = modes()
     return (net for net in reversed(COMPILER.everyone) if net.functions in stack)
 
 
-def _watching() -> Net | None:
+def _watching() -> CaptureSession | None:
     """The innermost net that watches a model which is running here."""
     return next((x for x in _out_here() if x.function != "accelerate" and x.names.inside), None)

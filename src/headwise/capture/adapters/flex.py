@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
 from ..call import AttentionCall
-from ..net import SILENCE, Functions, Net, Replaced
-from ..parts import Waiting
+from ..net import SILENCE, CaptureSession, Functions, RefcountedPatch
+from ..parts import PendingCall
 from ..private_torch import (
     modes,
     pop_mode,
@@ -36,9 +36,9 @@ from .softmax import call_of_scores
 _MODULE = "torch.nn.attention.flex_attention"
 
 
-def flex_calls(net: Net) -> AbstractContextManager[None]:
+def flex_calls(net: CaptureSession) -> AbstractContextManager[None]:
     """Capture calls of `flex_attention`; do nothing if its module is not loaded."""
-    return _FLEX.heard_by(net) if _MODULE in sys.modules else nullcontext()
+    return _FLEX.activate(net) if _MODULE in sys.modules else nullcontext()
 
 
 _OLD = types.SimpleNamespace()
@@ -53,14 +53,16 @@ def _replace() -> Callable[[], None]:
     return replace_all(*((function, "__code__", code) for function, code in functions))
 
 
-_FLEX = Replaced(_replace)
+_FLEX = RefcountedPatch(_replace)
 
 
 # It has the parameters of the function whose code it replaces, because the defaults remain there.
 # It runs with the globals of PyTorch's module, so it finds its own names here.
 _CODE = (
     lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
-        __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(**locals())
+        __import__(
+            "headwise.capture.adapters.flex", fromlist=["attend_and_report"]
+        ).attend_and_report(**locals())
     )
 ).__code__
 _CODE = uncompiled(_CODE)
@@ -72,9 +74,9 @@ _MASKS = (
 _MASKS = uncompiled(_MASKS)
 
 
-def heard(**kwargs: Any) -> Any:
+def attend_and_report(**kwargs: Any) -> Any:
     """Run the original code of `flex_attention` and capture the call."""
-    return _alone(_OLD.run, _tell, (), kwargs)
+    return _alone(_OLD.run, _emit, (), kwargs)
 
 
 def created(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +108,7 @@ def _alone(
         set_eval_frame(compiler)
 
 
-for _own in (heard, created, _alone):
+for _own in (attend_and_report, created, _alone):
     _own.__code__ = uncompiled(_own.__code__)
 
 
@@ -124,7 +126,7 @@ def _without_modes() -> list[Any]:
     return taken
 
 
-def _tell(
+def _emit(
     result: Any,
     query: Tensor,
     key: Tensor,
@@ -140,9 +142,9 @@ def _tell(
     for net in _FLEX.nets:
         with SILENCE:
             call = _call(net, query, k, v, out, score_mod, block_mask, scale)
-        said = f"flex_attention giving {list(out.shape)}"
-        waiting = Waiting(call.name, said, out, out.shape, call.keys)
-        new = net.tell(call, waiting)
+        quote = f"flex_attention giving {list(out.shape)}"
+        waiting = PendingCall(call.name, quote, out, out.shape, call.keys)
+        new = net.emit(call, waiting)
         out = out if new is None else new
     if out is made:
         return result
@@ -150,7 +152,7 @@ def _tell(
 
 
 def _call(
-    net: Net,
+    net: CaptureSession,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -171,7 +173,7 @@ def _call(
     return AttentionCall(net.names.current, "flex_attention", q, k, v, out, sight, behind=behind)
 
 
-def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
+def allowed_by(net: CaptureSession, block_mask: Any, extent: Extent) -> Tensor:
     """Return a block mask as booleans `[B or 1, H or 1, T, S]`."""
     batch, heads = block_mask.shape[:2]
     blocks = block_mask.kv_num_blocks

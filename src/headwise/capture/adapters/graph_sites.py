@@ -19,8 +19,8 @@ from torch.fx.node import map_aggregate, map_arg
 
 from ..head_axis import Leading, leading
 from ..modules import names_of
-from ..net import Net
-from ..parts import Waiting
+from ..net import CaptureSession
+from ..parts import PendingCall
 from ..private_torch import add_buffer, example_of, hint_of
 from .graphs import SITES, Site
 from .mha import functions as composite_functions
@@ -36,7 +36,7 @@ def instrument(
     graph: fx.GraphModule,
     models: Sequence[nn.Module],
     root: nn.Module | None,
-    told: Callable[[str], Any],
+    declared: Callable[[str], Any],
 ) -> tuple[list[Site], bool]:
     """Put the operator behind each attention call of a graph.
 
@@ -46,13 +46,13 @@ def instrument(
         graph: what `torch.compile` has recorded.
         models: those that are watched.
         root: the module whose forward the graph is of.
-        told: what somebody has told of a module's heads, by its name.
+        declared: what somebody has told of a module's heads, by its name.
 
     Raises:
         CannotCapture: the graph attends in other ways, or in one that cannot be read.
     """
     try:
-        return _instrument(graph, models, root, told)
+        return _instrument(graph, models, root, declared)
     except CannotCapture:
         raise
     except Exception as error:  # the model runs as it is written, and a training goes on
@@ -63,11 +63,11 @@ def _instrument(
     graph: fx.GraphModule,
     models: Sequence[nn.Module],
     root: nn.Module | None,
-    told: Callable[[str], Any],
+    declared: Callable[[str], Any],
 ) -> tuple[list[Site], bool]:
     if root is not None and all(root is not x for model in models for x in model.modules()):
         models = [*models, root]  # of another model, which may share the graph
-    replay = _Replay(models, root, told)
+    replay = _Replay(models, root, declared)
     replay.run(graph, {})
     replay.end()
     calls = replay.calls
@@ -79,7 +79,7 @@ def _instrument(
     return [call.site for call in calls], replay.attends
 
 
-class _Found(NamedTuple):
+class _Site(NamedTuple):
     """An attention call: its node, the node of its output, and the arguments of the operator."""
 
     node: fx.Node
@@ -125,10 +125,10 @@ class _Replay:
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], root: nn.Module | None, told: Callable[[str], Any]
+        self, models: Sequence[nn.Module], root: nn.Module | None, declared: Callable[[str], Any]
     ) -> None:
-        self.root, self.told = root, told
-        self.net = Net("watch", models[0], lambda call: None, {}, ())
+        self.root, self.declared = root, declared
+        self.net = CaptureSession("watch", models[0], lambda call: None, {}, ())
         self.modules = {id(module): module for model in models for module in model.modules()}
         for model in models[1:]:
             self.net.names.names = names_of(model) | self.net.names.names
@@ -138,7 +138,7 @@ class _Replay:
             for name, x in module._parameters.items()
         }
         self.weights: dict[fx.Node, tuple[str, str]] = {}  # its name, and that of its module
-        self.calls: list[_Found] = []
+        self.calls: list[_Site] = []
         self.attends = False
         self.unfollowed = {*composite_functions(), *varlen_functions()}
         self._graphs: list[tuple[fx.GraphModule, dict[fx.Node, Any]]] = []
@@ -242,14 +242,14 @@ class _Replay:
 
     def _sdpa(self, node: Any) -> dict[str, Any]:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        asked = dict(zip(names, node.args, strict=False)) | node.kwargs
-        scale = asked.get("scale")
+        bound_args = dict(zip(names, node.args, strict=False)) | node.kwargs
+        scale = bound_args.get("scale")
         return {
-            "tensors": (asked["query"], asked["key"], asked["value"]),
-            "terms": [asked.get("attn_mask")],
-            "numbers": [asked.get("is_causal", False)],
+            "tensors": (bound_args["query"], bound_args["key"], bound_args["value"]),
+            "terms": [bound_args.get("attn_mask")],
+            "numbers": [bound_args.get("is_causal", False)],
             "scale": [] if scale is None else [scale],
-            "groups": bool(asked.get("enable_gqa", False)),
+            "groups": bool(bound_args.get("enable_gqa", False)),
         }
 
     def _own(self, node: Any) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class _Replay:
             "groups": False,
         }
 
-    def _attends(self, node: fx.Node, out: fx.Node, asked: dict[str, Any]) -> Tensor:
+    def _attends(self, node: fx.Node, out: fx.Node, bound_args: dict[str, Any]) -> Tensor:
         """Take up an attention call; return numbers that show where its output goes."""
         self.attends = True
         stack, names = self.net.names.stack, self.net.names
@@ -279,25 +279,25 @@ class _Replay:
             weakref.ref(module),
             None if weight is None else (name, *self.weights[weight]),
             own,
-            asked.pop("groups"),
+            bound_args.pop("groups"),
             torch.is_grad_enabled(),
         )
-        said = f"{'attend' if own else 'scaled_dot_product_attention'} giving {list(given.shape)}"
+        quote = f"{'attend' if own else 'scaled_dot_product_attention'} giving {list(given.shape)}"
         if own:
             axes: Leading | None = Leading(tuple(given.shape[:2]), (0, 1), given.shape[1], True)
         else:
-            values = _like(asked["tensors"][2])
-            axes = leading(given.shape, stack, values, told=self.told(name))
+            values = _like(bound_args["tensors"][2])
+            axes = leading(given.shape, stack, values, declared=self.declared(name))
         if axes is None:
-            site.reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+            site.reason = f"{quote}: nothing tells which axis is heads, and which is blocks"
         else:
-            keys = _like(asked["tensors"][1]).shape[-2]
+            keys = _like(bound_args["tensors"][1]).shape[-2]
             site.axes = axes
-            known = axes.sure, axes.told
-            site.whole = Waiting(name, said, axes.split(given), given.shape, keys, *known)
+            known = axes.sure, axes.declared
+            site.whole = PendingCall(name, quote, axes.split(given), given.shape, keys, *known)
             forward.waiting.append(site.whole)
-            forward.told = True
-        self.calls.append(_Found(node, out, site, weight, **asked))
+            forward.emitted = True
+        self.calls.append(_Site(node, out, site, weight, **bound_args))
         return given
 
     def _weight_of(self, name: str, graph: fx.Graph) -> fx.Node | None:
@@ -415,7 +415,7 @@ def _order(graph: fx.GraphModule) -> fx.Node:
         return graph.graph.get_attr(name)
 
 
-def _insert(graph: fx.GraphModule, calls: Mapping[fx.Node, _Found], order: fx.Node) -> bool:
+def _insert(graph: fx.GraphModule, calls: Mapping[fx.Node, _Site], order: fx.Node) -> bool:
     """Put the operator behind the calls of a graph and of those inside of it."""
     changed = False
     for node in list(graph.graph.nodes):
@@ -440,7 +440,7 @@ def _insert(graph: fx.GraphModule, calls: Mapping[fx.Node, _Found], order: fx.No
     return changed
 
 
-def _put_behind(graph: fx.Graph, found: _Found, order: fx.Node) -> None:
+def _put_behind(graph: fx.Graph, found: _Site, order: fx.Node) -> None:
     at = found.out
     detached = []
     for node in (*found.tensors, found.out):

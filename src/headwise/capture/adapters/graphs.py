@@ -29,8 +29,8 @@ from ..call import AttentionCall
 from ..head_axis import Leading
 from ..mask_import import Ranges, at_the_end
 from ..modules import Forward, as_written, attending
-from ..net import Net
-from ..parts import Waiting
+from ..net import CaptureSession
+from ..parts import PendingCall
 from ..private_torch import in_backward, outside_graphs
 from .sdpa import call_of
 from .transformers import projection_of
@@ -93,7 +93,7 @@ class Listening:
     runs as it is written from then on.
     """
 
-    def __init__(self, net: Net, failed: Callable[[], None]) -> None:
+    def __init__(self, net: CaptureSession, failed: Callable[[], None]) -> None:
         self.net, self.model = net, uncompiled_module(net.names.model)
         self.failed = failed
         self._forward: Forward | None = None
@@ -114,8 +114,8 @@ class Listening:
 
     def _name_missing(self) -> None:
         """Leave out modules that are named attention and were not reported by any graph."""
-        told = {*self.net.heard, *self.net.names.left_out}
-        for name in attending(self.model) if self.net.heard else ():
+        told = {*self.net.complete, *self.net.names.left_out}
+        for name in attending(self.model) if self.net.complete else ():
             if not any(_related(name, other) for other in told):
                 self.net.names.left_out[name] = _MISSING
 
@@ -130,7 +130,7 @@ class Listening:
             self._forward = names.stack[0] if names.stack else None
         if self.net.open:
             with names.alone(module):
-                self._tell(site, given, names.stack[-1])
+                self._emit(site, given, names.stack[-1])
 
     def end(self) -> None:
         """End the forward that was not seen to start, if there is one."""
@@ -160,7 +160,7 @@ class Listening:
             return None
         return self._modules.get(_moved(name, holder, known))
 
-    def _tell(self, site: Site, given: Given, forward: Forward) -> None:
+    def _emit(self, site: Site, given: Given, forward: Forward) -> None:
         made = site.number, id(forward.module)
         reason = site.reason
         if made in self.net.in_graphs and given.weight is None:
@@ -170,7 +170,7 @@ class Listening:
             self.net.leave_out(forward, reason)
             return
         call = _own_call if site.own else _call
-        self.net.tell(call(self.net, site, given), site.whole)
+        self.net.emit(call(self.net, site, given), site.whole)
 
 
 def _related(name: str, other: str) -> bool:
@@ -219,7 +219,7 @@ def uncompiled_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def _call(net: Net, site: Site, given: Given) -> AttentionCall:
+def _call(net: CaptureSession, site: Site, given: Given) -> AttentionCall:
     """Return a call of `F.scaled_dot_product_attention`."""
     assert site.axes is not None
     (mask,), (causal,) = given.terms, given.numbers
@@ -235,7 +235,7 @@ def _call(net: Net, site: Site, given: Given) -> AttentionCall:
     return call
 
 
-def _own_call(net: Net, site: Site, given: Given) -> AttentionCall:
+def _own_call(net: CaptureSession, site: Site, given: Given) -> AttentionCall:
     """Return a call of headwise's kernel."""
     q, k, v, out = given[:4]
     sinks, *tensors = given.terms
@@ -305,7 +305,7 @@ class Site:
     groups: bool
     graded: bool
     axes: Leading | None = None
-    whole: Waiting | None = None
+    whole: PendingCall | None = None
     reason: str = ""
     first: bool = False
     last: bool = False

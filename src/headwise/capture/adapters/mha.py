@@ -24,99 +24,108 @@ from ...core.shapes import Extent, extent_of
 from ..call import AttentionCall
 from ..head_axis import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
-from ..net import Net, Road
-from ..private_torch import arguments, parameters, unasked
-from ..serve import APART, Accelerator, Asked, Served, accelerators, note, serve, watched
+from ..net import CaptureSession, Interceptor
+from ..private_torch import arguments, parameters, without_dispatch
+from ..serve import (
+    APART,
+    AcceleratedCall,
+    Accelerator,
+    AttentionRequest,
+    accelerators,
+    note,
+    serve,
+    watched,
+)
 from .sdpa import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward
 
 
 def multi_head_attention_forward(
-    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The composite function; its `scaled_dot_product_attention` or softmax reports the heads."""
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     if named.get("need_weights", True) and not watched():
-        note(_ROAD, _WEIGHTS)
+        note(_ROUTE, _WEIGHTS)
     behind = (named["bias_k"] is not None) + bool(named["add_zero_attn"])
     own = named["query"] is named["key"]
     of = Composite(named["num_heads"], own, behind, named["out_proj_weight"])
     with inside(of), net.functions:
-        return unasked(_FORWARD)(*args, **kwargs)
+        return without_dispatch(_FORWARD)(*args, **kwargs)
 
 
 _NAMES = parameters(_FORWARD)
-_ROAD = "multi_head_attention"
-_WEIGHTS = "attention weights are asked for (need_weights=True)"
+_ROUTE = "multi_head_attention"
+_WEIGHTS = "attention weights are bound_args for (need_weights=True)"
 
 
 # ── fused layers ────────────────────────────────────────────────────────────────────────────────
 
 
 def native_multi_head_attention(
-    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`torch._native_multi_head_attention`, which `nn.MultiheadAttention` uses in evaluation."""
-    asked = arguments(torch.ops.aten._native_multi_head_attention.default, args, kwargs)
-    given = [asked[name] for name in ("query", "key", "value")]
+    bound_args = arguments(torch.ops.aten._native_multi_head_attention.default, args, kwargs)
+    given = [bound_args[name] for name in ("query", "key", "value")]
 
     def fused() -> _Fused:
-        query, allowed = _wide(given[0], asked["mask"], asked["mask_type"])
+        query, allowed = _wide(given[0], bound_args["mask"], bound_args["mask_type"])
         inputs = [query if x is given[0] else x for x in given]
-        return _Fused(inputs, asked["num_head"], asked, allowed, given[0] is given[1])
+        return _Fused(inputs, bound_args["num_head"], bound_args, allowed, given[0] is given[1])
 
-    refused = _WEIGHTS if asked["need_weights"] else _nested(given[0])
+    refused = _WEIGHTS if bound_args["need_weights"] else _nested(given[0])
     run = partial(function, *args, **kwargs)
-    result, new = _attended(net, net.names.current, _ROAD, run, refused, fused, lambda x: x[0])
+    result, new = _attended(net, net.names.current, _ROUTE, run, refused, fused, lambda x: x[0])
     if new is None:
         return result
-    made = _projected(new, asked)
+    made = _projected(new, bound_args)
     made = nested_like(made, given[0]) if given[0].is_nested else made
     _REPLACED[made] = new
     return made, None if result is None else result[1]
 
 
 def transformer_encoder_layer(
-    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`torch._transformer_encoder_layer_fwd`, which `nn.TransformerEncoderLayer` uses there."""
-    asked = arguments(torch.ops.aten._transformer_encoder_layer_fwd.default, args, kwargs)
-    first = asked["norm_first"]
+    bound_args = arguments(torch.ops.aten._transformer_encoder_layer_fwd.default, args, kwargs)
+    first = bound_args["norm_first"]
 
     def norm(x: Tensor, number: int) -> Tensor:
-        weight, bias = asked[f"norm_weight_{number}"], asked[f"norm_bias_{number}"]
-        return F.layer_norm(x, weight.shape, weight, bias, asked["eps"])
+        weight, bias = bound_args[f"norm_weight_{number}"], bound_args[f"norm_bias_{number}"]
+        return F.layer_norm(x, weight.shape, weight, bias, bound_args["eps"])
 
     def wide() -> tuple[Tensor, Tensor | None]:
-        return _wide(asked["src"], asked["mask"], asked["mask_type"])
+        return _wide(bound_args["src"], bound_args["mask"], bound_args["mask_type"])
 
     def fused() -> _Fused:
         src, allowed = wide()
         x = norm(src, 1) if first else src
-        return _Fused([x, x, x], asked["num_heads"], asked, allowed, own=True)
+        return _Fused([x, x, x], bound_args["num_heads"], bound_args, allowed, own=True)
 
     name = ".".join(part for part in (net.names.current, "self_attn") if part)
     run = partial(function, *args, **kwargs)
-    refused = _nested(asked["src"])
+    refused = _nested(bound_args["src"])
     result, new = _attended(net, name, "transformer_encoder_layer", run, refused, fused)
     if new is None:
         return result
-    x = wide()[0] + _projected(new, asked)
+    x = wide()[0] + _projected(new, bound_args)
     x = x if first else norm(x, 1)
-    y = F.linear(norm(x, 2) if first else x, asked["ffn_weight_1"], asked["ffn_bias_1"])
-    y = F.gelu(y) if asked["use_gelu"] else F.relu(y)
-    x = x + F.linear(y, asked["ffn_weight_2"], asked["ffn_bias_2"])
+    y = F.linear(norm(x, 2) if first else x, bound_args["ffn_weight_1"], bound_args["ffn_bias_1"])
+    y = F.gelu(y) if bound_args["use_gelu"] else F.relu(y)
+    x = x + F.linear(y, bound_args["ffn_weight_2"], bound_args["ffn_bias_2"])
     x = x if first else norm(x, 2)
-    made = nested_like(x, asked["src"]) if asked["src"].is_nested else x
+    made = nested_like(x, bound_args["src"]) if bound_args["src"].is_nested else x
     _REPLACED[made] = new
     return made
 
 
 def _attended(
-    net: Net,
+    net: CaptureSession,
     name: str,
-    road: str,
+    route: str,
     run: Callable[[], Any],
     refused: str,
     fused: Callable[[], _Fused],
@@ -129,12 +138,12 @@ def _attended(
     tells, served, heads = not isinstance(net, Accelerator), None, None
     ours = bool(accelerators()) and not watched()
     if ours:
-        found: Served | str = refused
+        found: AcceleratedCall | str = refused
         if not refused:
             heads = fused()
             found = heads.serve(net.masks)
         served = None if isinstance(found, str) else found
-        note(road, found, name)
+        note(route, found, name)
     if served is not None and not tells:
         return None, served.out()
     result: Any = None
@@ -145,7 +154,7 @@ def _attended(
             return result, None
     heads = heads or fused()
     made: Any = heads.out if result is None else _REPLACED.get(out(result), heads.out)
-    return result, heads.tell(net, name, made, road, served)
+    return result, heads.emit(net, name, made, route, served)
 
 
 def _nested(x: Tensor) -> str:
@@ -166,9 +175,11 @@ def _wide(x: Tensor, mask: Tensor | None, mask_type: int | None) -> tuple[Tensor
     return x, allowed[:, None, None]
 
 
-def _projected(heads: Tensor, asked: dict[str, Any]) -> Tensor:
+def _projected(heads: Tensor, bound_args: dict[str, Any]) -> Tensor:
     """Apply the output projection to heads `[B, H, T, D]`."""
-    return F.linear(heads.transpose(1, 2).flatten(2), asked["proj_weight"], asked["proj_bias"])
+    return F.linear(
+        heads.transpose(1, 2).flatten(2), bound_args["proj_weight"], bound_args["proj_bias"]
+    )
 
 
 _REPLACED = WeakIdKeyDictionary()
@@ -182,13 +193,13 @@ class _Fused:
         self,
         given: Sequence[Tensor],
         heads: int,
-        asked: dict[str, Any],
+        bound_args: dict[str, Any],
         allowed: Tensor | None,
         own: bool,
     ) -> None:
         self.allowed, self.own, self.heads = allowed, own, heads
-        self.projection = asked["proj_weight"]
-        weights, biases = asked["qkv_weight"].chunk(3), asked["qkv_bias"].chunk(3)
+        self.projection = bound_args["proj_weight"]
+        weights, biases = bound_args["qkv_weight"].chunk(3), bound_args["qkv_bias"].chunk(3)
         self._parts = list(zip(given, weights, biases, strict=True))
 
     q = functools.cached_property(lambda self: self._split(0))
@@ -211,41 +222,41 @@ class _Fused:
         call = Call.of(self.q, self.k, self.v, mask=self.mask)
         return choose(call).output(call)[0]
 
-    def serve(self, memo: MaskMemo) -> Served | str:
+    def serve(self, memo: MaskMemo) -> AcceleratedCall | str:
         """Return the accelerated attention of the layer, or the reason why it is not accelerated.
 
         This is decided with uninitialized tensors, before anything is projected.
         """
         like = [x.new_empty(*x.shape[:2], w.shape[0]) for x, w, _ in self._parts]
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in like)
-        found = serve(Asked(q, k, v, self.allowed), self.out, memo)
+        found = serve(AttentionRequest(q, k, v, self.allowed), self.out, memo)
         if isinstance(found, str):
             return found
-        return serve(Asked(self.q, self.k, self.v, self.allowed), self.out, memo)
+        return serve(AttentionRequest(self.q, self.k, self.v, self.allowed), self.out, memo)
 
-    def tell(
+    def emit(
         self,
-        net: Net,
+        net: CaptureSession,
         name: str,
         made: Tensor | Callable[[], Tensor],
-        road: str,
-        served: Served | None,
+        route: str,
+        served: AcceleratedCall | None,
     ) -> Tensor | None:
         """Report the heads, and return the replacement of their outputs, if any."""
         mask = self.mask
         if self.own:
             mask = without_padding(mask, extent_of(self.q, self.k, self.v), self.q.device)
         q, k, sight = self.q, self.k, {"mask": mask}  # no statistic reads the values
-        call = AttentionCall(name, road, q, k, k, made, sight, self.projection)
+        call = AttentionCall(name, route, q, k, k, made, sight, self.projection)
         call.values = lambda: self.v
         if served is None:
-            return net.tell(call)
-        call = served.told(call)
-        new = net.tell(call)
+            return net.emit(call)
+        call = served.attached_to(call)
+        new = net.emit(call)
         return call.out if new is None else new
 
 
-def functions() -> dict[Any, Road]:
+def functions() -> dict[Any, Interceptor]:
     """Return the functions of this file."""
     return {
         _FORWARD: multi_head_attention_forward,

@@ -17,14 +17,14 @@ from ...core.shapes import Extent
 from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, resolve_padding
-from ..net import Net, Road
-from ..parts import Waiting
+from ..net import CaptureSession, Interceptor
+from ..parts import PendingCall
 from ..private_torch import LogSumExp, table_of
-from ..serve import APART, Asked, Served, accelerators, note, serve, watched
+from ..serve import APART, AcceleratedCall, AttentionRequest, accelerators, note, serve, watched
 
 
 def scaled_dot_product_attention(
-    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
     instead = lse = None
@@ -35,33 +35,33 @@ def scaled_dot_product_attention(
         query = args[0] if args else kwargs.get("query")
         out, lse = with_lse(query, lambda: function(*args, **kwargs))
     net.refuse_transforms()
-    asked = _asked(*args, **kwargs)
-    if is_causal_bias(asked["attn_mask"]):
-        asked |= _causal(asked["attn_mask"], asked["query"].device)
+    bound_args = _request(*args, **kwargs)
+    if is_causal_bias(bound_args["attn_mask"]):
+        bound_args |= _causal(bound_args["attn_mask"], bound_args["query"].device)
     if out.is_nested:
-        return _of_nested(net, asked, out)
-    told = net.heads(net.names.current)
-    axes = leading(out.shape, net.names.stack, asked["value"], told=told)
+        return _of_nested(net, bound_args, out)
+    declared = net.heads(net.names.current)
+    axes = leading(out.shape, net.names.stack, bound_args["value"], declared=declared)
     if instead is not None and (axes is None or not axes.last):
         instead, out = None, instead.out()
-    said = f"scaled_dot_product_attention giving {list(out.shape)}"
+    quote = f"scaled_dot_product_attention giving {list(out.shape)}"
     if axes is None:
-        reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+        reason = f"{quote}: nothing tells which axis is heads, and which is blocks"
         net.leave_out(net.names.stack[-1], reason)
         return out
-    call = call_of(net, asked, out, axes)
+    call = call_of(net, bound_args, out, axes)
     if lse is not None and axes.last:
         call.lse = lse.of(call.heads, call.queries)
     if instead is not None:
-        call = instead.served.told(call)
+        call = instead.served.attached_to(call)
     waiting = None
     if composite() is None:
         made = axes.split(out)
-        known = axes.sure, axes.told
-        waiting = Waiting(call.name, said, made, out.shape, call.keys, *known)
-    new = net.tell(call, waiting)
+        known = axes.sure, axes.declared
+        waiting = PendingCall(call.name, quote, made, out.shape, call.keys, *known)
+    new = net.emit(call, waiting)
     if instead is not None:
-        out = instead.as_asked(call.out)
+        out = instead.as_requested(call.out)
         if new is None and waiting is not None:
             waiting.made = axes.split(out)
     return out if new is None else axes.join(new, out.shape)
@@ -82,24 +82,26 @@ def with_lse(query: Any, attend: Callable[[], Any]) -> tuple[Any, LogSumExp | No
 class Instead:
     """A call that is served, and the shape and order of the output that the function would give."""
 
-    served: Served
+    served: AcceleratedCall
     shape: torch.Size
     in_order: bool
 
     def out(self) -> Tensor:
         """The output `[…, T, Dv]`."""
-        return self.as_asked(self.served.out())
+        return self.as_requested(self.served.out())
 
     def empty(self) -> Tensor:
         """An output without numbers."""
         return torch.empty(self.shape, dtype=self.served.call.q.dtype, device="meta")
 
-    def as_asked(self, out: Tensor) -> Tensor:
+    def as_requested(self, out: Tensor) -> Tensor:
         """`[B, H, T, Dv]` with the axes of the queries, and in memory as these are."""
         return (out.contiguous() if self.in_order else out).reshape(self.shape)
 
 
-def accelerated(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def accelerated(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Make the call with headwise's kernel, where that serves it and no watch will."""
     if watched():
         return function(*args, **kwargs)
@@ -108,7 +110,7 @@ def accelerated(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _instead(
-    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Instead | Tensor:
     """The call as it is served, or the function's own output."""
     found = _plain(function, args, kwargs, net.masks)
@@ -123,16 +125,16 @@ def _plain(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memo: MaskMemo
 ) -> Instead | str:
     """A call of the function as headwise serves it, or why it does not."""
-    asked = _asked(*args, **kwargs)
-    q, k, v, given = (asked[name] for name in ("query", "key", "value", "attn_mask"))
+    bound_args = _request(*args, **kwargs)
+    q, k, v, given = (bound_args[name] for name in ("query", "key", "value", "attn_mask"))
     if any(x.is_nested for x in (q, k, v)):
         return "nested tensors"
-    if given is not None and asked["is_causal"]:
+    if given is not None and bound_args["is_causal"]:
         return "a mask and is_causal at once"
     if is_causal_bias(given):
-        asked |= _causal(given, q.device)
-        given = asked["attn_mask"]
-    groups, ranks = asked["enable_gqa"], {x.dim() for x in (q, k, v)}
+        bound_args |= _causal(given, q.device)
+        given = bound_args["attn_mask"]
+    groups, ranks = bound_args["enable_gqa"], {x.dim() for x in (q, k, v)}
     leads = {x.shape[:-3] if groups else x.shape[:-2] for x in (q, k, v)}
     if min(ranks) < 2 or (groups and (min(ranks) < 3 or len(leads) > 1)):
         return f"axes {[list(x.shape) for x in (q, k, v)]}"
@@ -149,12 +151,12 @@ def _plain(
         return wide if wide.dim() == 4 else wide.reshape(-1, heads, *x.shape[-2:])
 
     shape = torch.Size((*lead, q.shape[-2], v.shape[-1]))
-    call = Asked(
+    call = AttentionRequest(
         *(four(x) for x in (q, k, v)),
         mask=given,
-        causal=asked["is_causal"],
-        scale=asked["scale"],
-        dropout=asked["dropout_p"],
+        causal=bound_args["is_causal"],
+        scale=bound_args["scale"],
+        dropout=bound_args["dropout_p"],
     )
     found = serve(call, lambda: four(function(*args, **kwargs)), memo)
     return found if isinstance(found, str) else Instead(found, shape, q.is_contiguous())
@@ -163,7 +165,7 @@ def _plain(
 _NAME = "scaled_dot_product_attention"
 
 
-def _asked(
+def _request(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -184,14 +186,16 @@ def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
     return {"attn_mask": None if first else table_of(bias, device), "is_causal": first}
 
 
-def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> AttentionCall:
+def call_of(
+    net: CaptureSession, bound_args: dict[str, Any], out: Tensor, axes: Leading
+) -> AttentionCall:
     """Return a call of the function, with its arguments by name, in headwise's terms."""
     # Under autocast the kernel has cast them all to the dtype of its output.
-    q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
-    given = asked["attn_mask"]
+    q, k, v = (bound_args[name].to(out.dtype) for name in ("query", "key", "value"))
+    given = bound_args["attn_mask"]
     if axes.last:
         lead = torch.Size(axes.sizes) if out.dim() > 3 else torch.Size((axes.rows, axes.heads))
-        if not asked["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
+        if not bound_args["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
             k, v = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (k, v))
         q, k, v = (_four(x, lead) for x in (q, k, v))
         if k.shape[1] != v.shape[1]:
@@ -199,14 +203,14 @@ def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> Atte
         given = _table(given, lead)
     else:
         lead = out.shape[:-2]
-        q, k, v = (axes.split(_wide(x, lead, asked["enable_gqa"])) for x in (q, k, v))
+        q, k, v = (axes.split(_wide(x, lead, bound_args["enable_gqa"])) for x in (q, k, v))
         if given is not None and given.dim() > 2:
             given = axes.split(given.expand(*lead, *given.shape[-2:]))
     made = axes.split(out)
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
-    mask, keys, behind = mask_of(net, given, extent, q.device, asked["is_causal"], behind)
-    k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": asked["scale"]}
+    mask, keys, behind = mask_of(net, given, extent, q.device, bound_args["is_causal"], behind)
+    k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": bound_args["scale"]}
     weight = within and within.projection
     return AttentionCall(net.names.current, _NAME, q, k, v, made, sight, weight, behind=behind)
 
@@ -247,7 +251,7 @@ def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
 
 
 def mask_of(
-    net: Net,
+    net: CaptureSession,
     given: Tensor | None,
     extent: Extent,
     device: torch.device,
@@ -271,17 +275,17 @@ def mask_of(
     return find() if given is None else net.masks.of(given, (extent, causal, own, behind), find)
 
 
-def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
+def _of_nested(net: CaptureSession, bound_args: dict[str, Any], out: Tensor) -> Tensor:
     """Rows of different lengths `[B, H, t, D]`: padded, with a mask that knows the lengths."""
-    (q, t), (k, s), (v, _) = (padded(asked[name]) for name in ("query", "key", "value"))
+    (q, t), (k, s), (v, _) = (padded(bound_args[name]) for name in ("query", "key", "value"))
     i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     allowed = (i[:, None] < t.view(-1, 1, 1, 1)) & (j < s.view(-1, 1, 1, 1))
-    if asked["is_causal"]:
+    if bound_args["is_causal"]:
         allowed = allowed & (j <= i[:, None])
     plain = {"attn_mask": allowed, "is_causal": False, "query": q, "key": k, "value": v}
     wide = padded(out)[0]
     axes = Leading(tuple(wide.shape[:2]), (0, 1), wide.shape[1], sure=True)
-    new = net.tell(call_of(net, asked | plain, wide, axes))
+    new = net.emit(call_of(net, bound_args | plain, wide, axes))
     return out if new is None else nested_like(new, out)
 
 
@@ -309,7 +313,7 @@ def nested_like(wide: Tensor, like: Any) -> Tensor:
     return found if like.dim() == 3 else found.transpose(1, 2)
 
 
-def functions(road: Road = scaled_dot_product_attention) -> dict[Any, Road]:
+def functions(route: Interceptor = scaled_dot_product_attention) -> dict[Any, Interceptor]:
     """The functions of this file, which are told of or `accelerated`."""
     operator = torch.ops.aten.scaled_dot_product_attention
-    return dict.fromkeys((F.scaled_dot_product_attention, operator, operator.default), road)
+    return dict.fromkeys((F.scaled_dot_product_attention, operator, operator.default), route)

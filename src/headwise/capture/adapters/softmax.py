@@ -27,8 +27,8 @@ from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import FORBIDDEN, as_bias, resolve_padding
 from ..modules import Forward
-from ..net import Net, Road
-from ..parts import Waiting
+from ..net import CaptureSession, Interceptor
+from ..parts import PendingCall
 from ..private_torch import version
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -90,7 +90,9 @@ class _Softmax:
     mark: object
 
 
-def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def softmax(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A softmax, which may be a step of attention."""
     scores = args[0] if args else kwargs["input"]
     if scores.dim() < 3 or scores.layout is not torch.strided:
@@ -104,8 +106,8 @@ def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     running, mark, shape = tuple(net.names.stack), object(), scores.shape
     if axis not in (-1, scores.dim() - 1):
         net.contexts |= _storage(p)
-        said = f"the softmax of {list(shape)} is over axis {axis}, not the last"
-        _may_attend(net, said, axis is not None and shape.count(shape[axis]) > 1 < shape[axis])
+        quote = f"the softmax of {list(shape)} is over axis {axis}, not the last"
+        _may_attend(net, quote, axis is not None and shape.count(shape[axis]) > 1 < shape[axis])
         return p
     if p is not scores:
         net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (shape,), running, mark)
@@ -113,7 +115,7 @@ def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return p
 
 
-def exp(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def exp(net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An exponential, which may be a step of a softmax by hand."""
     e = function(*args, **kwargs)
     net.exps[e] = True
@@ -122,35 +124,41 @@ def exp(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return e
 
 
-def divided(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def divided(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A quotient, which may be the last step of a softmax by hand."""
     if net.by_hand and args and isinstance(args[-1], Tensor) and args[-1].dim():
         _note_by_hand(net, args[0])
     return function(*args, **kwargs)
 
 
-def grouped(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grouped(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A sum over groups of entries, which may be a step of a softmax over each group."""
     for e in [*args, *kwargs.values()] if net.exps else []:
         if isinstance(e, Tensor) and e in net.exps:
-            said = f"the exp() of {list(e.shape)} is summed by {function.__name__}()"
-            _may_attend(net, f"{said}, as in a softmax over the edges of a graph")
+            quote = f"the exp() of {list(e.shape)} is summed by {function.__name__}()"
+            _may_attend(net, f"{quote}, as in a softmax over the edges of a graph")
     return function(*args, **kwargs)
 
 
-def _note_by_hand(net: Net, p: Any) -> None:
+def _note_by_hand(net: CaptureSession, p: Any) -> None:
     """Note that these probabilities, if tracked, are used in a way that cannot be tracked."""
-    said = net.by_hand.get(p) if net.by_hand and isinstance(p, Tensor) else None
-    if said is not None:
-        _may_attend(net, said, p.shape[-1] == p.shape[-2] > 1)
+    quote = net.by_hand.get(p) if net.by_hand and isinstance(p, Tensor) else None
+    if quote is not None:
+        _may_attend(net, quote, p.shape[-1] == p.shape[-2] > 1)
 
 
-def _may_attend(net: Net, said: str, likely: bool = True) -> None:
+def _may_attend(net: CaptureSession, quote: str, likely: bool = True) -> None:
     """Note possible attention in the running module that cannot be tracked."""
-    net.names.stack[-1].other[said] = likely
+    net.names.stack[-1].other[quote] = likely
 
 
-def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reshaping(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A change of axes or dtype after which probabilities still belong to the same keys."""
     found = net.softmaxes.get(args[0]) if args else None
     result = function(*args, **kwargs)
@@ -163,7 +171,9 @@ def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return result
 
 
-def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def passing(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run an operation after which probabilities still belong to the same keys."""
     found = _known(net, args[0]) if args else None
     result = function(*args, **kwargs)
@@ -172,7 +182,9 @@ def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return result
 
 
-def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def changing(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """An operation that is tracked if it does not change the probabilities, or scales all those of
     a query equally (a mask of heads)."""
     told = [(p, found) for p in args if (found := _known(net, p)) is not None]
@@ -185,13 +197,13 @@ def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return result
 
 
-def _known(net: Net, p: Any) -> _Softmax | None:
+def _known(net: CaptureSession, p: Any) -> _Softmax | None:
     """Return the record of probabilities, if they have not changed since."""
     found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
     return found if found is not None and found.held.still(p) else None
 
 
-def _pass_on(net: Net, found: _Softmax, p: Tensor, held: _Held | None = None) -> None:
+def _pass_on(net: CaptureSession, found: _Softmax, p: Tensor, held: _Held | None = None) -> None:
     """Record the new form of the probabilities, unless they are expanded."""
     alike = p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel()
     if alike and p.is_floating_point():
@@ -214,7 +226,9 @@ def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
     return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN is inconclusive
 
 
-def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def product(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """`matmul`, `@` and `bmm`: probabilities `[…, T, S]` times values `[…, S, D]`."""
     out = function(*args, **kwargs)
     if len(args) < 2 or _is_context(net, args[:2], out):
@@ -229,13 +243,13 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if found is None or v.dim() < 3 or p.shape[:-1] != told.shape[:-1]:
         return out
     sizes = (1,) * (p.dim() - v.dim()) + tuple(v.shape)
-    new = _tell(net, found, p.shape, told, v, [size == 1 for size in sizes[:-2]])
+    new = _emit(net, found, p.shape, told, v, [size == 1 for size in sizes[:-2]])
     if new is None:
         return out
     return new if told is out else new.mT
 
 
-def _turned(net: Net, x: Tensor) -> Tensor | None:
+def _turned(net: CaptureSession, x: Tensor) -> Tensor | None:
     """Return the recorded probabilities whose transpose this is, if any."""
     memory = _storage(x) if net.softmaxes and x.dim() > 2 else set()
     for p in list(net.softmaxes) if memory else []:
@@ -245,13 +259,15 @@ def _turned(net: Net, x: Tensor) -> Tensor | None:
     return None
 
 
-def _attends(net: Net, p: Any) -> _Softmax | None:
+def _attends(net: CaptureSession, p: Any) -> _Softmax | None:
     """Return the record of probabilities that are still the softmax of their scores."""
     found = _known(net, p)
     return found if found is not None and found.before.still(found.scores) else None
 
 
-def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def einsum(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """`torch.einsum` of probabilities and values, in any order of axes."""
     out = function(*args, **kwargs)
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
@@ -272,13 +288,13 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if sorted(axis for axis in of_values if axis >= 0) == list(range(v.dim())):
         v = v.permute([axis for axis in of_values if axis >= 0])
         v = v[tuple(None if axis < 0 else slice(None) for axis in of_values)]
-    new = _tell(net, found, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
+    new = _emit(net, found, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
     if new is None:
         return out
     return new.permute([order.index(axis) for axis in range(out.dim())])
 
 
-def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
+def _is_context(net: CaptureSession, factors: Sequence[Tensor], out: Tensor) -> bool:
     """Return True if a factor is a softmax over another axis than the last, or a product with one.
 
     Linear attention computes such a context from keys and values. It is recorded by its memory,
@@ -328,8 +344,8 @@ def _order(
     return [result.index(c) for c in wanted], [c not in v for c in p[:-2]], of_values
 
 
-def _tell(
-    net: Net,
+def _emit(
+    net: CaptureSession,
     found: _Softmax,
     shape: torch.Size,
     out: Tensor,
@@ -353,9 +369,9 @@ def _tell(
     shared = shared if wide is shape else ()
     outputs = torch.Size((*wide[:-2], *out.shape[-2:]))
     axes = leading(outputs, running, values, shared, net.heads(name))
-    said = f"the softmax of {list(wide)}"
+    quote = f"the softmax of {list(wide)}"
     if axes is None:
-        reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+        reason = f"{quote}: nothing tells which axis is heads, and which is blocks"
         net.leave_out(running[-1], reason)
         return None
     made = axes.split(out)
@@ -365,9 +381,9 @@ def _tell(
     call.values = partial(_values, call, values, shape[:-2], axes)
     waiting = None
     if composite() is None:
-        made_of = (name, said, made, out.shape, call.keys, axes.sure, axes.told)
-        waiting = Waiting(*made_of, by_hand=True, queries_first=queries_first)
-    new = net.tell(call, waiting, running[-1])
+        made_of = (name, quote, made, out.shape, call.keys, axes.sure, axes.declared)
+        waiting = PendingCall(*made_of, by_hand=True, queries_first=queries_first)
+    new = net.emit(call, waiting, running[-1])
     return None if new is None else axes.join(new, out.shape)
 
 
@@ -382,8 +398,8 @@ def _values(call: AttentionCall, values: Tensor, lead: torch.Size, axes: Leading
 
 
 def call_of_scores(
-    net: Net,
-    road: str,
+    net: CaptureSession,
+    route: str,
     scores: Tensor,
     made: Tensor,
     behind: int = 0,
@@ -408,7 +424,7 @@ def call_of_scores(
     q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)
     v, weight = zero.expand(*k.shape[:3], made.shape[-1]), within and within.projection
     sight = {"mask": mask, "scale": 0.0 if vectors else None}  # the mask has the scores
-    call = AttentionCall(net.names.current, road, q, k, v, made, sight, weight, behind=behind)
+    call = AttentionCall(net.names.current, route, q, k, v, made, sight, weight, behind=behind)
     call.hidden = "" if vectors else _HIDDEN
     return call
 
@@ -423,7 +439,7 @@ def _named(*names: str) -> list[Any]:
 
 
 _PRODUCTS = _named("mul", "multiply", "__mul__", "__rmul__")
-_STEPS: dict[Road, str] = {
+_STEPS: dict[Interceptor, str] = {
     reshaping: "to type type_as float half bfloat16 double view reshape contiguous clone flatten "
     "unflatten unsqueeze squeeze",
     passing: "dropout dropout_ feature_dropout alpha_dropout nan_to_num",
@@ -438,7 +454,7 @@ _STEPS: dict[Road, str] = {
 }
 
 
-def functions() -> dict[Any, Road]:
+def functions() -> dict[Any, Interceptor]:
     """Return the functions of this file."""
-    roads = {one: road for road, names in _STEPS.items() for one in _named(*names.split())}
-    return roads | {torch.functional.einsum: einsum}
+    interceptors = {one: route for route, names in _STEPS.items() for one in _named(*names.split())}
+    return interceptors | {torch.functional.einsum: einsum}

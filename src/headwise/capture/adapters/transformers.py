@@ -41,10 +41,10 @@ from ...core.shapes import Extent, extent_of, no_autocast
 from ..call import AttentionCall
 from ..known import CHANGED, forget
 from ..mask_import import Found, as_mask, reach, resolve_padding, without_padding
-from ..net import SILENCE, Net, Replaced
+from ..net import SILENCE, CaptureSession, RefcountedPatch
 from ..private_torch import LogSumExp, replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
-from ..serve import SERVED, Served, accelerators, note
+from ..serve import SERVED, AcceleratedCall, accelerators, note
 from .flex import allowed_by
 from .sdpa import of_all_heads, with_lse
 
@@ -53,20 +53,20 @@ _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
 """What attention modules call the projection of the heads' outputs."""
 
 
-def attention_functions(net: Net) -> AbstractContextManager[None]:
+def attention_functions(net: CaptureSession) -> AbstractContextManager[None]:
     """Hear of the calls that go through transformers' interface; nothing where it is not loaded."""
     loaded = hasattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface")
-    return _INTERFACE.heard_by(net) if loaded else nullcontext()
+    return _INTERFACE.activate(net) if loaded else nullcontext()
 
 
-class _Kept(threading.local):
+class _Cache(threading.local):
     """The keys that a cache gave last in this thread, and the position of the first of them."""
 
     keys: Tensor | None = None
     first = 0
 
 
-_KEPT = _Kept()
+_KEPT = _Cache()
 _FOUND: dict[tuple[object, ...], list[str]] = {}
 """Which meanings the arguments of a function may have."""
 
@@ -78,10 +78,10 @@ def _wrap() -> Callable[[], None]:
     item, get, update = interface.__getitem__, interface.get_interface, cache.update
 
     def get_interface(self: Any, implementation: str, default: Function) -> Function:
-        return _heard(get(self, implementation, default))
+        return _captured(get(self, implementation, default))
 
     def getitem(self: Any, implementation: str) -> Function:
-        return _heard(item(self, implementation))
+        return _captured(item(self, implementation))
 
     def updated(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **b: Any) -> Any:
         kept = update(self, keys, values, layer_idx, *a, **b)
@@ -99,16 +99,16 @@ def _wrap() -> Callable[[], None]:
     def restore() -> None:
         undo()
         _FOUND.clear()
-        _heard.cache_clear()
+        _captured.cache_clear()
 
     return restore
 
 
-_INTERFACE = Replaced(_wrap)
+_INTERFACE = RefcountedPatch(_wrap)
 
 
 @cache
-def _heard(function: Function) -> Function:
+def _captured(function: Function) -> Function:
     known = isinstance(function, partial) and function.func is _attend
     return function if known else partial(_attend, function)
 
@@ -124,7 +124,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Any, ...]:
     """Make a call of the interface and tell of it."""
-    nets = [net for net in _INTERFACE.everyone if net.hears(module)]
+    nets = [net for net in _INTERFACE.everyone if net.captures(module)]
     tensors = (query, key, value, attention_mask)
     # A paged cache holds the keys itself; other shapes are nobody's habit.
     if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
@@ -137,7 +137,7 @@ def _attend(
     with SILENCE:  # this is for all nets of a thread
         meaning = given.meaning()
         if meaning is not None:
-            return _tell(nets, given, meaning, _KEPT.first if kept is key or behind else 0)
+            return _emit(nets, given, meaning, _KEPT.first if kept is key or behind else 0)
     _follow_in_full(nets, module)
     if not net.in_full:
         return function(module, *tensors, **options)
@@ -152,7 +152,7 @@ def _attend(
     return result
 
 
-def _follow_in_full(nets: Sequence[Net], module: nn.Module) -> None:
+def _follow_in_full(nets: Sequence[CaptureSession], module: nn.Module) -> None:
     """Leave out a call that only the functions inside it tell of, where no net hears these."""
     for net in nets:
         if not net.in_full:
@@ -168,7 +168,9 @@ def _behind(kept: Tensor, key: Tensor) -> int:
     return behind if torch.equal(key[:, :, :-behind], kept) else 0
 
 
-def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tuple[Any, ...]:
+def _emit(
+    nets: Sequence[CaptureSession], given: Given, meaning: Meaning, first: int
+) -> tuple[Any, ...]:
     """Tell every net, those inside of what those outside have made of the output."""
     served = given.served() if SERVED.everyone or given.kind == "headwise" else None
     module, q, k, v, result = given.module, given.q, given.k, given.v, None
@@ -195,8 +197,8 @@ def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tu
         if lse is not None:
             call.lse = lse.of(call.heads, call.queries)
         if served is not None and not isinstance(out, Tensor):
-            call = served.told(call)
-        new = net.tell(call, module=None if name is None else module)
+            call = served.attached_to(call)
+        new = net.emit(call, module=None if name is None else module)
         if new is not None or served is not None:
             out = call.out if new is None else new
     if result is None:
@@ -257,7 +259,7 @@ class Given:
 
     def __init__(
         self,
-        net: Net,
+        net: CaptureSession,
         function: Function,
         module: nn.Module,
         given: tuple[Tensor, Tensor, Tensor, Any],
@@ -293,7 +295,7 @@ class Given:
         out = result[0]  # [B, T, H, Dv], or the heads side by side
         return out.reshape(*out.shape[:2], self.heads, -1).transpose(1, 2)
 
-    def served(self) -> Served | None:
+    def served(self) -> AcceleratedCall | None:
         """The call as headwise computes it, where the function is headwise's or accelerated."""
         accelerated = self.kind == "sdpa" and accelerators() and not special(self.options)
         if self.kind != "headwise" and not accelerated:

@@ -12,11 +12,11 @@ from ...core.mask_algebra import Mask
 from ...core.masks import Causal
 from ..call import AttentionCall
 from ..mask_import import Ranges
-from ..net import Net, Road
+from ..net import CaptureSession, Interceptor
 from ..private_torch import arguments
 
 
-def functions() -> dict[Any, Road]:
+def functions() -> dict[Any, Interceptor]:
     """The operator behind `varlen_attn`; none where its module is not loaded."""
     if "torch.nn.attention.varlen" not in sys.modules:
         return {}
@@ -24,7 +24,9 @@ def functions() -> dict[Any, Road]:
     return {operator: varlen_attention, operator.default: varlen_attention}
 
 
-def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def varlen_attention(
+    net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Queries `[T_q, H, D]`, keys and values `[T_k, G, D]` of sequences that `cu_seq` delimits.
 
     Where queries and keys are of the same sequences it is one call, and no query sees another
@@ -34,7 +36,7 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
     asked = arguments(torch.ops.torch_attn._varlen_attn.default, args, kwargs)
     if asked["block_table"] is not None:
         raise ValueError(
-            f"{net.said}: {net.names.current!r} calls varlen_attn with a block_table, whose pages "
+            f"{net.quote}: {net.names.current!r} calls varlen_attn with a block_table, whose pages "
             f"cannot be watched; leave paged caches out."
         )
     out = result[0]
@@ -63,7 +65,7 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
         parts_of = q[:, :, rows], k[:, :, keys], v[:, :, keys], made[:, :, rows]
         call = AttentionCall(net.names.current, "varlen_attn", *parts_of, own_positions=True)
         call.keywords |= {"mask": mask, "scale": asked["scale"]}
-        told.append(net.tell(call))
+        told.append(net.emit(call))
     if all(new is None for new in told):
         return result
     out = out.clone()
