@@ -151,7 +151,7 @@ def test_a_cache_is_used_and_its_mask_compared(form: type[Layer]) -> None:
     if form in (HandedBack, Stacked, InABuffer):  # it cannot be meant otherwise
         (one,) = wrong.errors
         assert one.rule == "cache"
-        assert "the mask of a chunk is not aligned to the end" in one.message
+        assert "its mask is not aligned to the end" in one.message
         assert one.example is not None
         assert one.example.token == 3
 
@@ -219,11 +219,11 @@ class OnTheWrongAxis(HandedBack):
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (type("Turned", (Turned,), {"goes_on": False}), "keys are kept, and positions restart"),
+        (type("Turned", (Turned,), {"goes_on": False}), "keys are kept, but positions restart"),
         (type("Turned", (Turned,), {"twice": True}), "From the second chunk on the output differs"),
         (InFront, "From the second chunk on the output differs"),
         (FromTheFront, "each chunk's tokens see the first keys"),
-        (Forgets, "What went before is forgotten"),
+        (Forgets, "Earlier chunks have no effect"),
         (OnTheWrongAxis, "The second chunk fails"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_call_shows_how_a_cache_is_used() -> None:
     wrong = type("UnderAnotherName", (UnderAnotherName,), {"moved": False})
     assert [one.rule for one in check(wrong, call=shown).errors] == ["cache"]
     forgets = check(UnderAnotherName, call=lambda layer, x, past: layer(x))
-    assert "What went before is forgotten" in forgets["cache"].message
+    assert "Earlier chunks have no effect" in forgets["cache"].message
 
 
 # ---- what must stay silent -----------------------------------------------------------------------

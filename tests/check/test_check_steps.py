@@ -735,7 +735,7 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
         ),
         (["--new", "gpt3", "mine.py"], "there is no such step"),
         (["--new", "gpt2", "mine.txt"], "ends in .py"),
-        (["--new", "gpt2", "gone/mine.py"], "there is no directory"),
+        (["--new", "gpt2", "gone/mine.py"], "there is no folder"),
         (["--step", "gpt2", "gone.py"], "gone.py: no such file"),
         (["--step", "gpt2"], "no file was given, as in: headwise check --step gpt2 mine.py"),
         (["--step", "per-head", "here.py"], "did you mean per_head?"),

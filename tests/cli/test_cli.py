@@ -249,7 +249,9 @@ def test_the_context_ends_the_text(trained: Path, capsys: pytest.CaptureFixture[
     long = "1 2 3 4 5 6 7 8 9 10"
     assert "leaves no room" in refused(capsys, "generate", long, "--model", trained)
     assert "prompt 0 is empty" in refused(capsys, "generate", "", "--model", trained)
-    assert "top_p=2.0" in refused(capsys, "generate", "7", "--model", trained, "--top-p", "2")
+    assert "at most 1, got 2.0" in refused(
+        capsys, "generate", "7", "--model", trained, "--top-p", "2"
+    )
 
 
 def test_a_prompt_from_a_pipe(

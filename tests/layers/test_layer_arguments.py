@@ -91,7 +91,7 @@ def test_q_k_and_v_are_not_given_to_a_layer_that_makes_them() -> None:
         layer(x(), x(), x())
     with pytest.raises(TypeError, match=r"3 positional arguments .* by name: mask=…, c"):
         layer(x(), None, hw.Causal())
-    with pytest.raises(TypeError, match="keys and values itself, of x or of context="):
+    with pytest.raises(TypeError, match="itself, both from x or both from context="):
         layer(x(), key=x(), value=x())
 
 

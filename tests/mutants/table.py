@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant("per_head", "one head repeated",
            "[Head(n_embd, head_size, block_size, dropout) for _ in range(n_head)]",
            "[Head(n_embd, head_size, block_size, dropout)] * n_head",
-           "shared-heads", r"all the same"),
+           "shared-heads", r"are the same module"),
     Mutant("per_head", "heads in a plain list",
            """nn.ModuleList(
             [Head(n_embd, head_size, block_size, dropout) for _ in range(n_head)]

@@ -368,8 +368,8 @@ class ManyLetters(Letters):
 @pytest.mark.parametrize(
     ("tokenizer", "text", "says"),
     [
-        (Letters(), "abc\x7f", "token 30 in a model of 30 tokens"),
-        (ManyLetters(), "ab]", "token -4 in a model of 30 tokens"),
+        (Letters(), "abc\x7f", "token id 30 in a model of 30 tokens"),
+        (ManyLetters(), "ab]", "token id -4 in a model of 30 tokens"),
         ([1, 2], [0, 1], "pass a string for each id"),
         (["a", "b"], [0, 7], r"the ids contain token 7, but there are strings for 2 tokens"),
         (["a", "b"], "text", "with encode and decode; or pass token ids"),
@@ -384,11 +384,11 @@ def test_a_vocabulary_that_does_not_fit_is_named(
 
 
 def test_a_larger_vocabulary_than_the_models_is_named(tiny: GPT) -> None:
-    says = r"token 57 in a model of 30 tokens; .*tokenizer of 50,257 do not belong"
+    says = r"token id 57 in a model of 30 tokens; .*tokenizer of 50,257 do not belong"
     with pytest.raises(LookError, match=says):
         hw.look(tiny, ManyLetters(), "abc" + chr(ord("a") + 57))
     notice = hw.look(tiny, ManyLetters(), "abcabc").provenance["notice"]
-    assert "The tokenizer has 50,257 tokens and GPT reads 30" in notice
+    assert "The tokenizer has 50,257 tokens but GPT has 30" in notice
 
 
 def test_a_look_says_what_it_is_in_a_line(tiny: GPT) -> None:

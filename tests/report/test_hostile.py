@@ -375,7 +375,7 @@ LOOKS = {
     "a number for a token": (look_with(lambda m: m["streams"][0].update(tokens=[1] * 5)), "token"),
     "the stream before the first": (
         look_with(lambda m: m["layers"][0].update(queries=-1)),
-        "below",
+        "negative stream index",
     ),
     "likeness": (
         look_with(lambda m: m.update(similarity={"heads": HUGE} | m["layers"][0]["maps"])),

@@ -510,7 +510,7 @@ def test_json_is_all_there_is_on_standard_output(
         (["--model", "{tmp}/missing"], "missing does not exist"),
         (["--model", "{tmp}"], "config.json"),
         (["--text", "{tmp}/missing.txt"], "missing.txt: no such file"),
-        (["--text", "{tmp}"], "is a folder"),
+        (["--text", "{tmp}"], "is a directory"),
         (["--text", "{tmp}/empty.txt"], "the text is empty"),
         (["--text", "{tmp}/latin.txt"], "not UTF-8"),
         (["--text", "{tmp}/short.txt"], "at least 2"),

@@ -124,7 +124,7 @@ def test_where_there_is_no_history(tmp_path: Path, capsys: pytest.CaptureFixture
     only = write_history(tmp_path / "a.sqlite")
     assert read_timeline(tmp_path).name == "a"
     only.with_name("b.sqlite").write_bytes(only.read_bytes())
-    assert "name one: a.sqlite, b.sqlite" in refused(capsys, tmp_path)
+    assert "choose one: a.sqlite, b.sqlite" in refused(capsys, tmp_path)
 
 
 def test_a_history_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

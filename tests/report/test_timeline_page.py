@@ -421,7 +421,7 @@ def test_many_alarms_are_counted_and_the_first_are_listed(browser: Any, tmp_path
     path = write_history(tmp_path / "heads.sqlite", alarms=alarms)
     tab = Tab(browser, hw.timeline(path, tmp_path / "page.html"))
     assert tab.page.locator("#alarms tbody tr").count() == 200
-    assert tab.text("#alarms-rest") == "The first 200 of 315; the history has all."
+    assert tab.text("#alarms-rest") == "The first 200 of 315; the history has all alarms."
     assert "entropy not finite" in tab.texts("#alarms td")
     tab.close()
 
@@ -607,7 +607,7 @@ def test_figures_that_share_a_pixel_are_their_mean_or_the_largest(
         go(tab, f"statistic={statistic}&scale=linear")
         found = picture(tab)[0, 5:-5, :3].mean(0)
         np.testing.assert_allclose(found, viridis(share), atol=12)
-    assert "the largest is shown" in tab.text("#pooled")
+    assert "which shows their maximum" in tab.text("#pooled")
     tab.close()
 
 

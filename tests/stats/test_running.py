@@ -224,7 +224,7 @@ def test_faults_are_named() -> None:
         running.deviation("map")
     before = running["received"].clone()
     for bad, says in [
-        (hw.observe(q[:1], k[:1], v[:1], hw.Entropy(), hw.Received()), "batch of 1 does not"),
+        (hw.observe(q[:1], k[:1], v[:1], hw.Entropy(), hw.Received()), "batch of 1 differs"),
         (hw.observe(q, k, v, hw.Received(), hw.Map(4)), re.escape("is [6, 4, 4] for each")),
         (hw.observe(q[:, :3], k, v, hw.Received()), "3 heads.*earlier calls had 6"),
     ]:

@@ -431,7 +431,7 @@ def test_what_is_not_installed_is_named(
 ) -> None:
     written(path, [2]).close()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"{package} is not installed; `pip install {package}`"):
+    with pytest.raises(ImportError, match=f"not installed; run `pip install {package}`"):
         getattr(hw.History(path), call)(*([path] if call == "to_parquet" else []))
 
 

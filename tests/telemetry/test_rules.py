@@ -90,9 +90,9 @@ def test_jumps_are_in_robust_deviations_of_the_head_itself() -> None:
     [
         ({}, "none of them given"),
         ({"above": 1.0, "below": 2.0}, "above and below given"),
-        ({"above": 1.0, "steps": 0}, "steps ≥ 1"),
-        ({"jump": 0.0}, "jump > 0"),
-        ({"jump": 3.0, "window": 2}, "window ≥ 5"),
+        ({"above": 1.0, "steps": 0}, "steps must be an integer ≥ 1"),
+        ({"jump": 0.0}, "jump above 0"),
+        ({"jump": 3.0, "window": 2}, "window an integer ≥ 5"),
         ({"above": 1.0, "then": "panic"}, "then='panic'"),
         ({"above": float("nan")}, "above=nan: give a finite number"),
         ({"below": "0.1"}, "below='0.1': give a finite number"),

@@ -34,7 +34,7 @@ def test_without_max_the_error_says_what_to_install_and_that_it_is_proprietary()
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: headwise.systems.max_gpt2 needs Modular MAX")
-    assert "proprietary and under its own licence" in last
+    assert "proprietary, with its own license" in last
     assert "pip install max==25.7.0 rich transformers" in last
 
 

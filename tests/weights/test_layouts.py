@@ -230,7 +230,7 @@ def test_a_whole_gpt2_for_nanogpt() -> None:
     back = hw.convert(made, source="nanogpt", target="gpt2", num_heads=4)
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
     assert hw.detect_layout(state) == "gpt2"
-    with pytest.raises(ValueError, match=r"of layout 'nanogpt' or of 'gpt_bigcode'"):
+    with pytest.raises(ValueError, match=r"layout 'nanogpt' or 'gpt_bigcode'"):
         hw.detect_layout(made)
 
 
@@ -806,7 +806,11 @@ GROUPED = {
             {"source": "microgpt", "target": "torch"},
             "attn_wq must be a matrix of numbers",
         ),
-        ({"attn_wq": "x"}, {"source": "microgpt", "target": "torch"}, "attn_wq is a str"),
+        (
+            {"attn_wq": "x"},
+            {"source": "microgpt", "target": "torch"},
+            "array, got str",
+        ),
         (
             {f"heads.{h}.W_{part}": torch.randn(4, 4) for h in (0, 2) for part in "qkv"},
             {"source": "notebook", "target": "torch"},

@@ -278,7 +278,7 @@ def test_names_without_biases_are_gptjs_or_opts() -> None:
         for part in ("q_proj", "k_proj", "v_proj", "out_proj")
         for name, x in linear(part, bias=False).items()
     }
-    with pytest.raises(ValueError, match=r"may rotate a part of a head alone \(GPT-J; .*Galactica"):
+    with pytest.raises(ValueError, match=r"rotate only a part of each head \(GPT-J; .*Galactica"):
         hw.convert(state, target="headwise", num_heads=H)
     galactica = {f"model.decoder.layers.0.self_attn.{name}": x for name, x in state.items()}
     assert hw.detect_layout(galactica) == "bart"

@@ -255,8 +255,8 @@ class History:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError(
-                "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or use "
-                "history.columns()"
+                "history.to_parquet(…): pyarrow is not installed; run `pip install pyarrow`, or "
+                "use history.columns()"
             ) from None
         check_suffix(Path(path), "a Parquet file", (".parquet",))
         parquet.write_table(pyarrow.table(self.columns()), place_for(Path(path)))

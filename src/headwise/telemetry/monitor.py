@@ -389,9 +389,8 @@ class Monitor:
         self.latest = figures
         if not is_first():
             return []
-        if self._optimizer is not None:
-            self.log(step=self.steps, learning_rate=self._optimizer.param_groups[0]["lr"])
-        alarms = self._recorder.record(self.steps, figures, self.unavailable)
+        rate = self._optimizer and self._optimizer.param_groups[0]["lr"]
+        alarms = self._recorder.record(self.steps, figures, self.unavailable, rate)
         self.alarms += alarms
         return alarms
 

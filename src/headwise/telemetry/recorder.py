@@ -81,14 +81,20 @@ class Recorder:
         step: int,
         figures: Mapping[str, HeadMetrics],
         unavailable: Mapping[str, Mapping[str, str]],
+        rate: float | Tensor | None = None,
     ) -> list[Alarm]:
-        """Record the metrics of a step and the reasons for missing ones; return its alarms."""
+        """Record the metrics of a step, the reasons for missing ones and the learning rate.
+
+        Return the alarms of the step.
+        """
         self.unavailable = unavailable
         record = RecordedStep(step, figures)
         self._recent.append(record)
         alarms = alarms_at(self.rules, list(self._recent), self.heads)
         if self.history is not None:
             self._unwritten.append((record, alarms))
+            if rate is not None:
+                self._scalars.append((step, "learning_rate", rate))
             self._write(self.history)
         self._log(step, figures, [str(alarm) for alarm in alarms])
         return alarms

@@ -259,7 +259,7 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"{target} is also the source; name another target")
     if not target.parent.is_dir():
-        raise ValueError(f"{target}: there is no directory {target.parent}; create it first")
+        raise ValueError(f"{target}: there is no folder {target.parent}; create it first")
     if target.suffix in _OTHER_FORMATS:
         raise ValueError(f"{target} must end in .safetensors")
     if target.suffix == ".safetensors":

@@ -59,7 +59,7 @@ def write_template(name: str, path: Path) -> None:
     elif path.exists():
         wrong = "the file exists already; give another name"
     elif not path.absolute().parent.is_dir():
-        wrong = f"there is no directory {path.parent}"
+        wrong = f"there is no folder {path.parent}"
     if wrong:
         raise ValueError(f"--new {name} {path}: {wrong}")
     path.write_text(template(name), "utf-8")
