@@ -53,14 +53,14 @@ CLIPPING = (
     above the limit. It uses all queries, whatever `queries=` is; maxima of sampled queries are too
     low and raise `ValueError`. `γ = limit / S` multiplies weights and biases in place, in every
     layout that `convert` supports and in multi-head latent attention. By default γ scales the
-    queries, so other heads stay unchanged bit for bit, even if heads share a key; `rule="both"` scales queries
-    and keys by √γ each.""",
+    queries, so other heads stay unchanged bit for bit, even if heads share a key; `rule="both"`
+    scales queries and keys by √γ each.""",
     """Under LoRA and DoRA (peft), base weights and adapters are scaled alike. Save the base model
     too, or merge: an adapter alone does not hold the clipping. In joint attention (SD3), both
     streams are scaled.""",
     """Layers with QK-norm raise `ValueError`, because the scale of their weights changes no score.
-    Weights in bfloat16 or float16 need `optimizer=`, whose float32 master weights are scaled with them
-    (0.9987 times a bfloat16 weight rounds to the same weight). Additive biases such as ALiBi are
+    Weights in bfloat16 or float16 need `optimizer=`, whose float32 master weights are scaled with
+    them (0.9987 times a bfloat16 weight rounds to the same weight). Additive biases such as ALiBi are
     not scaled. Ranks that hold copies of a model must clip by their global maxima.""",
 )
 
