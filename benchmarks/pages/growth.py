@@ -60,8 +60,8 @@ CLIPPING = (
     streams are scaled.""",
     """Layers with QK-norm raise `ValueError`, because the scale of their weights changes no score.
     Weights in bfloat16 or float16 need `optimizer=`, whose float32 master weights are scaled with
-    them (0.9987 times a bfloat16 weight rounds to the same weight). Additive biases such as ALiBi are
-    not scaled. Ranks that hold copies of a model must clip by their global maxima.""",
+    them (0.9987 times a bfloat16 weight rounds to the same weight). Additive biases such as ALiBi
+    are not scaled. Ranks that hold copies of a model must clip by their global maxima.""",
 )
 
 
