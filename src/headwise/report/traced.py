@@ -63,7 +63,7 @@ class Trace(HeadTable):
     sinks: list[int]
     head_weights: Float[Tensor, "A"] | None = None
     names: tuple[str, ...] = ()
-    members: Bool[Tensor, "P n"] = field(default_factory=lambda: torch.zeros(0, 0).bool())
+    members: Bool[Tensor, "P segments"] = field(default_factory=lambda: torch.zeros(0, 0).bool())
     rows: dict[str, Float[Tensor, "N P"]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
