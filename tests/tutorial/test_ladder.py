@@ -80,7 +80,7 @@ def test_what_is_left_out_says_why(found: Ladder) -> None:
         note.startswith("scalar not run: 205,140 multiply-adds, number by number") for note in said
     )
     assert any(note.startswith("FlexAttention not run") and "--compile" in note for note in said)
-    assert any("output projection put after it" in note for note in said)
+    assert any("with an added output projection" in note for note in said)
 
 
 def broken_future(self: variants.SDPAFlag, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def test_sizes_are_read_once_each() -> None:
     [
         (("--sizes", "1x16x16"), "--sizes 1x16x16: must be batch x length x width x heads"),
         (("--sizes", "1x16x16x4,"), "--sizes : must be batch x length x width x heads"),
-        (("--sizes", "1x16x0x4"), "whole numbers of at least 1, such as 1x16x16x4"),
+        (("--sizes", "1x16x0x4"), "integers of at least 1, such as 1x16x16x4"),
         (("--sizes", "-1x16x16x4"), "must be batch x length x width x heads"),
         (("--sizes", "1x16x16x5"), "the width 16 must be a multiple of the 5 heads"),
         (("--sizes", "1x9000000x16x4"), "GiB, but this machine has"),
