@@ -167,7 +167,7 @@ def test_checkpoints_that_are_none(text: str, tmp_path: Path) -> None:
     about = json.loads(pointer.read_text())
     for wrong in ({"step": -1}, {"settings": []}, {"checkpoint": "../gone"}, {"text": "another"}):
         pointer.write_text(json.dumps(about | wrong))
-        refused("damaged or truncated|the text is not the one")
+        refused("damaged or truncated|the text differs from that")
     pointer.write_text(json.dumps(about | {"settings": about["settings"] | {"width": 18}}))
     refused("its settings require|larger|sizes")
     pointer.write_text(json.dumps(about))
