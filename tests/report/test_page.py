@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from browser import Tab, chromium
+from headwise.report.findings import opening_head
 from headwise.report.page import PageError, check_out, render_page, write_page
 from headwise.report.schema import Look
 from looks import decoder, words
@@ -75,6 +76,7 @@ def test_the_file_holds_the_looks_own_document(seen: Look, page_file: Path) -> N
     assert found.pop("title") == f"<b>tiny on {HOSTILE[2]}"
     made = dict(found.pop("made"))
     assert found.pop("finding").startswith("2 of 6 heads are labeled <b>previous token (")
+    assert found.pop("opening") == opening_head(seen.rows, seen.rules)
     assert {*found.pop("labeled")} == {one["label"] for row in seen.rows for one in row["labels"]}
     assert found == seen.document()
     assert made["Model"] == "<b>tiny: 2 attention layers, 3 heads each"

@@ -90,7 +90,7 @@ def ablate(
 
 @dataclass(frozen=True, eq=False)
 class _Ablation(Edit):
-    """What takes the place of heads that are ablated by mean or by resampling."""
+    """The replacement for heads that are ablated by mean or by resampling."""
 
     how: How
     reference: AblationReference | None

@@ -27,7 +27,7 @@ from .modules import attending, check_model
 from .session import catch
 
 At = Literal["output", "query", "key", "value"]
-"""What of a head is edited; queries and keys as they enter the scores, after rotation."""
+"""The part of a head that is edited; queries and keys are edited after rotation."""
 
 Positions = int | Sequence[int] | Tensor | None
 """Positions in a tensor's axis of tokens, negative ones from the end; `None` for all."""

@@ -1,4 +1,4 @@
-"""What is spread out to notice a model's attention, and what the interceptors share."""
+"""`CaptureSession`: the state of a capture, and the patches that route a model's calls to it."""
 
 from __future__ import annotations
 

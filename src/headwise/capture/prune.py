@@ -32,8 +32,8 @@ _SHARED = "num_key_value_groups n_rep"
 _WIDTHS = "all_head_size inner_dim split_size attn_dim q_size embed_dim"
 _KV_WIDTHS = "inner_kv_dim kv_dim kv_size"
 _HEAD_WIDTHS = "head_dim attention_head_size dim_head head_size key_value_proj_dim"
-"""What modules call the numbers of heads, of key/value heads, of heads that share one, the width of
-all heads, of all key/value heads, and of one head."""
+"""Names in modules of the numbers of heads, of key/value heads and of heads that share one, and of
+the widths of all heads, of all key/value heads and of one head."""
 
 _OF_HEADS = re.compile(
     r"(^|\.)(sinks|relative_attention_bias\.weight|relative_position_bias_table)$"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "no_heads")
-"""What modules and their configurations call the number of their heads; attention also `h`."""
+"""Names of the number of heads in modules and configurations; attention modules also use `h`."""
 
 
 def rank_of_all() -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.index import grid
-from ..core.reference import Definition, finish_scores
+from ..core.reference import Definition
+from ..stats.blocks import Scores
 from ..stats.plan import ROWS, Need, Route, Setting
 from ..stats.record import Reading, Record
 from ..stats.run import Work
@@ -34,10 +35,7 @@ class _WholeRows(Need):
     def answer(self, route: Route, work: Work) -> Tensor:
         view = work.view
         call, extent = view.constant, view.extent
-        q = (call.q * call.scale).unflatten(1, (extent.kv_heads, extent.group)).flatten(2, 3)
-        scores = (q @ call.k.mT).view(extent.batch, extent.heads, extent.queries, extent.keys)
-        place = grid(extent, view.device)
-        logits, allowed = finish_scores(scores, call.mask, extent, *place, softcap=call.softcap)
+        logits, allowed = Scores(call).logits(call.q, call.k, *grid(extent, view.device))
         if view.sinks is not None:
             sink = view.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, sink], dim=-1)

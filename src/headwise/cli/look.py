@@ -12,7 +12,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -32,17 +31,21 @@ from ..report.samples import TextFile
 from ..report.schema import Look, load
 from ..report.terminal import METRICS, TOP, fit_table, format_difference, summary, table
 from ..weights.folders import read_config
-from .terminal import SEEDS, TIMEOUT, Quiet, bar, console, launched, paged
+from .terminal import (
+    SEEDS,
+    TIMEOUT,
+    Quiet,
+    bar,
+    console,
+    device_of,
+    dtype_of,
+    launched,
+    paged,
+)
 
 Once = Callable[[Callable[[], Any]], Any]
 
 PAGE = Path("headwise-look.html")
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 
 
 def look(
@@ -144,16 +147,15 @@ def look(
         if any(one is not None for one in asked) or importance or ablation or launched():
             raise LookError("--compare A B can be combined with --out and --json only")
         return _compare(*compare, out, as_json)
-    if dtype not in DTYPES:
-        raise LookError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    precision = dtype_of(dtype)
     with _ranks(timeout) as (first, once):
         once(lambda: _check_places(out, save))  # before the slow part
-        where = _device(device)
+        where = device_of(device)
         folder = gpt.builtin() if model is None else folder_of(model)
         read_config(folder)  # report an unusable model before reading the text
         what, name = _read(text, texts, image, once)
         with bar("loading", drawn=first and not quiet) as report:
-            network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=where)
+            network, tokenizer = load_folder(folder, dtype=precision, device=where)
             seen = look_at(
                 network,
                 tokenizer,
@@ -256,13 +258,6 @@ def _is_text(text: str) -> bool:
 
 def _name(path: Path) -> str:
     return Path(os.path.realpath(path)).name
-
-
-def _device(name: str) -> str:
-    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        there = "cpu or cuda" if torch.cuda.is_available() else "cpu (CUDA is not available)"
-        raise LookError(f"--device must be {there}, got {name}")
-    return name
 
 
 def _show(seen: Look, top: int | None, quiet: bool) -> None:

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from ..report.tokens import LookError
 
 SEEDS = 2**63 - 1  # the largest seed of PyTorch's generators
 STOPPED = 130  # the exit code of a program that Ctrl-C ended
@@ -80,6 +83,29 @@ def ignore_broken_pipe() -> Iterator[None]:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of `--dtype`, or raise `LookError`."""
+    if name not in DTYPES:
+        raise LookError(f"--dtype must be one of {', '.join(DTYPES)}, got {name}")
+    return DTYPES[name]
+
+
+def device_of(name: str) -> str:
+    """Return the device of `--device`, or raise `LookError` if it is not available."""
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        there = "cpu or cuda" if torch.cuda.is_available() else "cpu (CUDA is not available)"
+        raise LookError(f"--device must be {there}, got {name}")
+    return name
 
 
 def launched() -> bool:

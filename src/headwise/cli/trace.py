@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from .._text import escaped
+from ..capture.head_address import head_label
 from ..models import corpus, gpt
 from ..report.codec import finite
 from ..report.folders import folder_of, load_folder
 from ..report.page import check_out
 from ..report.tokens import LookError
 from ..report.trace import trace as trace_of
-from .look import DTYPES, _device
-from .terminal import Quiet, bar
+from .terminal import Quiet, bar, device_of, dtype_of
 
 PAGE = Path("headwise-trace.html")
 PLACES = 8
@@ -65,16 +65,14 @@ def trace(
     out = PAGE if out is None and not as_json else out
     if out is not None:
         check_out(out)  # before the slow part
-    if dtype not in DTYPES:
-        raise LookError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    place = _device(device)
+    precision, place = dtype_of(dtype), device_of(device)
     folder = gpt.builtin() if model is None else folder_of(model)
     documents = {path.name: corpus.read_text(str(path)) for path in document or ()}
     if len(documents) < len(document or ()):
         raise LookError("--document: two files have the same name; give each a name of its own")
     text = "\n\n".join([*documents.values(), corpus.read_text(prompt)])
     with bar("tracing", drawn=not quiet):
-        network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=place)
+        network, tokenizer = load_folder(folder, dtype=precision, device=place)
         options: dict[str, Any] = {} if isinstance(network, gpt.GPT) else {"do_sample": False}
         traced = trace_of(
             network,
@@ -97,7 +95,8 @@ def trace(
         print(json.dumps(finite(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         heads = [
-            f"L{row['layer']}H{row['head']} {row['copying']:.0%}" for row in found["retrieval"]
+            f"{head_label(row['layer'], row['head'])} {row['copying']:.0%}"
+            for row in found["retrieval"]
         ]
         places = [f"{escaped(row['token'])!r} ({row['key']})" for row in found["strongest"]]
         print(f"generated        {escaped(found['text'])}")

@@ -28,12 +28,36 @@ def labeled_heads(rows: Sequence[Row], rules: Sequence[Row]) -> dict[str, list[i
         margins = {
             place: _margin(one)
             for place, row in enumerate(rows)
-            for one in row["labels"]
-            if one["label"] == label
+            if (one := _named(row, label)) is not None
         }
         if margins:
             heads[label] = sorted(margins, key=lambda place: -margins[place])
     return heads
+
+
+def opening_head(rows: Sequence[Row], rules: Sequence[Row]) -> int:
+    """Return the row of the head to begin with: of the first label whose surest head is far past
+    the threshold, otherwise the surest of all, or 0 if no head has a label.
+
+    >>> def row(label, score):
+    ...     return {"labels": [{"label": label, "score": score, "threshold": 0.5}]}
+    >>> rules = [{"label": "induction"}, {"label": "local"}]
+    >>> opening_head([row("local", 0.9), row("induction", 0.6)], rules)
+    0
+    >>> opening_head([row("local", 0.9), row("induction", 0.8)], rules)
+    1
+    """
+    best = [
+        (heads[0], _margin(_named(rows[heads[0]], label) or {}))
+        for label, heads in labeled_heads(rows, rules).items()
+    ]
+    clear = [place for place, margin in best if margin >= 0.5]
+    return clear[0] if clear else max(best, key=lambda one: one[1], default=(0, 0.0))[0]
+
+
+def _named(row: Row, label: str) -> Row | None:
+    """Return the first of a row's labels of that name."""
+    return next((one for one in row["labels"] if one["label"] == label), None)
 
 
 def _margin(label: Row) -> float:

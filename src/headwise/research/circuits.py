@@ -29,10 +29,10 @@ Composition = Literal["Q", "K", "V"]
 
 _BEFORE = """ln_1 ln1 input_layernorm input_layer_norm layernorm_before attention_norm attn_norm
     pre_attention_norm self_attn_layer_norm norm1 norm_1 layer_norm1""".split()
-"""What models call the norm before attention, beside the module that attends."""
+"""Names of the norm before attention, beside the module that attends."""
 
 _LAST = "ln_f norm norm_f final_layer_norm final_layernorm final_norm ln_final".split()
-"""What models call the norm before the unembedding."""
+"""Names of the norm before the unembedding."""
 
 _HEADS = "num_heads num_attention_heads n_head n_heads nhead heads".split()
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from headwise._text import escaped
 from headwise.report.catalog import LABEL_STYLES
-from headwise.report.findings import finding, labeled_heads
+from headwise.report.findings import finding, labeled_heads, opening_head
 
 from .parts import check_out, fill, json_text, packed, part, write_html
 
@@ -90,6 +90,7 @@ def render_page(look: Documented, *, other: Documented | None = None) -> str:
             "title": name,
             "finding": finding(one["rows"], one["rules"]),
             "labeled": labeled_heads(one["rows"], one["rules"]),
+            "opening": opening_head(one["rows"], one["rules"]),
         }
         for one, name in zip(documents, names, strict=True)
     ]

@@ -17,9 +17,10 @@ async function bundle(entry) {
 }
 
 async function template(page) {
-  const parts = { style: await bundle(`${page}/${page}.css`), script: await bundle(`${page}/main.js`) };
+  const head = (await readFile(`${HERE}shared/head.html`, "utf8")).trimEnd();  // of all pages, with what they may load
+  const parts = { head, style: await bundle(`${page}/${page}.css`), script: await bundle(`${page}/main.js`) };
   const html = await readFile(`${HERE}${page}/${page}.html`, "utf8");
-  return html.replace(/@@(style|script)@@/g, (_, name) => parts[name]);
+  return html.replace(/@@(head|style|script)@@/g, (_, name) => parts[name]);
 }
 
 for (const page of ["report", "timeline", "trace"]) {

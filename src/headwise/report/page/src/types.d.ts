@@ -45,7 +45,7 @@ interface Row { layer: number; head: number; module: string; labels: Label[]; of
 interface Look {
   title: string; rows: Row[]; columns: Column[]; rules: Rule[]; layers: Layer[]; streams: Stream[]; repeats: Stream[];
   provenance: Record<string, any>; offsets: number[]; similarity: Grid | null; made: [name: string, value: string][];
-  finding: string; labeled: Record<string, number[]>;
+  finding: string; labeled: Record<string, number[]>; opening: number;
   column?: Map<string, Column>; places?: Map<string, number>; byName?: Map<string, number>; width?: number; labels?: string[]; read?: Stream[];
 }
 

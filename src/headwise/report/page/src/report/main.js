@@ -20,7 +20,7 @@ import { connectBar } from "./search.js";
 import { chosen, embedded, proofPiece, state, views } from "./state.js";
 import { connectStory } from "./story.js";
 import { connectTable, tableView } from "./table.js";
-import { tellingHead, tellingToken } from "./telling.js";
+import { tellingToken } from "./telling.js";
 import { headRows } from "./weights.js";
 
 const NARROW = 860;  // pixels, as in the style sheet: heads come before the story's map
@@ -34,7 +34,7 @@ async function start() {
   });
   setRuns(JSON.parse(await unpackText("results")));
   if (runs.length > 1) state.view = "compare";
-  state.row = runs.length > 1 && headChanges().length ? data.rows.indexOf(headChanges()[0].a) : tellingHead();
+  state.row = runs.length > 1 && headChanges().length ? data.rows.indexOf(headChanges()[0].a) : data.opening;
   if (data.rows.every(({ labels }) => !labels.length)) state.statistic = ["ablation", "importance", "entropy"].find((key) => data.column.has(key)) ?? "label";
   startAxes();
   for (const [name, [read]] of allKept()) START[name] = read();

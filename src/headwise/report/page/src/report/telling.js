@@ -4,22 +4,10 @@ import { data } from "./look.js";
 import { isClear, isExample, visibleKeys } from "./sentence.js";
 import { strongest } from "./weights.js";
 
-/** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
-function surety({ score, threshold, sign = "≥" }) {
-  return sign === "≤" ? (threshold - score) / (threshold || 1) : (score - threshold) / Math.max(1e-9, 1 - threshold);
-}
-
 /** Of each label found, in the rules' order: its heads, the surest first, and that one's label. */
 export const bestExamples = () => Object.entries(data.labeled).map(([name, rows]) => ({
   name, rows, label: data.rows[rows[0]].labels.find(({ label }) => label === name),
 }));
-
-/** The head to begin with: of the first rule that names one well past its threshold; else the surest of all. */
-export function tellingHead() {
-  const best = bestExamples().map(({ rows, label }) => ({ row: rows[0], sure: surety(label) }));
-  const clear = best.find(({ sure }) => sure >= 0.5);
-  return (clear ?? best.sort((a, b) => b.sure - a.sure)[0])?.row ?? 0;
-}
 
 /**
  * A query worth showing first: one with a clear weight on a key that its head's first label names, of letters if it can be.
