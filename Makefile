@@ -154,7 +154,7 @@ lint: .venv/.dev
 	@$(BIN)/pyright
 
 # The pages' templates from their modules and style sheets, for which Node is needed; they are committed.
-PAGE := src/headwise/report/page/src
+PAGE := pages
 page: $(PAGE)/node_modules/.made
 	@cd $(PAGE) && node build.js
 

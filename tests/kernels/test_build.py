@@ -18,7 +18,6 @@ from headwise.kernels import ctypes_api as cpu
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "headwise"
 NATIVE = PACKAGE / "kernels" / "cpp"
-PAGES = PACKAGE / "report" / "page" / "src"
 
 BEST_FIRST = ["amx", "avx512bf16", "avx512", "avx2", "neonbf16", "sve256", "neon", "plain"]
 
@@ -133,10 +132,10 @@ def contents(folder: Path) -> set[str]:
 
 
 def package() -> set[str]:
-    """The files of the package in the checkout, without what builds the library and the pages."""
+    """The files of the package in the checkout, without what builds the library."""
     files = (path for path in PACKAGE.rglob("*") if path.is_file())
     kept = (path for path in files if "__pycache__" not in path.parts)
-    kept = (path for path in kept if not {NATIVE, PAGES} & {*path.parents})
+    kept = (path for path in kept if NATIVE not in path.parents)
     kept = (path for path in kept if "libheadwise" not in path.name)
     return {f"headwise/{path.relative_to(PACKAGE).as_posix()}" for path in kept}
 

@@ -184,7 +184,7 @@ class Trace(HeadTable):
 
 
 def _page(trace: Trace) -> str:
-    """Return the page, which `make page` builds from `page/src/`, with the data put in."""
+    """Return the page, which `make page` builds from `pages/`, with the data put in."""
     title = "".join(trace.generated).strip()[:60] or "a generated text"
     parts = {"title": html.escape(title), "results": packed(_document(trace))}
     return fill(part("trace.html"), parts)

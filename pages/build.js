@@ -1,11 +1,12 @@
-// Builds each page from its modules and style sheets into one template beside this folder, which Python fills with results:
-// browsers refuse to import modules from files. `node build.js --check` fails unless the templates are what this gives.
+// Builds each page from its modules and style sheets into one template in src/headwise/report/page, which Python fills with
+// results: browsers refuse to import modules from files. `node build.js --check` fails unless the templates are what this gives.
 
 import { build } from "esbuild";
 import { readFile, writeFile } from "node:fs/promises";
 import process from "node:process";
 
 const HERE = new URL(".", import.meta.url).pathname;
+const TEMPLATES = `${HERE}../src/headwise/report/page/`;
 
 /** The text that esbuild gives for an entry point. */
 async function bundle(entry) {
@@ -24,7 +25,7 @@ async function template(page) {
 }
 
 for (const page of ["report", "timeline", "trace"]) {
-  const [place, made] = [`${HERE}../${page}.html`, await template(page)];
+  const [place, made] = [`${TEMPLATES}${page}.html`, await template(page)];
   if (!process.argv.includes("--check")) await writeFile(place, made);
   else if (await readFile(place, "utf8").catch(() => "") !== made) {
     console.error(`report/page/${page}.html is not what its sources give; build it with \`make page\``);
