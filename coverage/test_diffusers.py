@@ -11,6 +11,7 @@ import torch
 from diffusers.models import attention_processor
 from torch import nn
 
+import headwise as hw
 from watching import Case, assert_left_out, assert_seen
 
 B, TEXT = 2, 5
@@ -163,6 +164,28 @@ SEEN: dict[str, Callable[[], Case]] = {
 @pytest.mark.parametrize("name", SEEN)
 def test_models_are_seen(name: str) -> None:
     assert_seen(SEEN[name]())
+
+
+@pytest.mark.parametrize(
+    ("name", "streams"),
+    [
+        *((name, {"text": (0, TEXT), "image": (TEXT, TEXT + 16)})
+          for name in ("Flux", "Flux 2", "Qwen-Image")),
+        ("SD3", {"image": (0, 16), "text": (16, 16 + TEXT)}),
+    ],
+)  # fmt: skip
+def test_streams_have_names(name: str, streams: dict[str, tuple[int, int]]) -> None:
+    model, call = SEEN[name]()
+    with torch.no_grad(), hw.watch(model.eval(), hw.Entropy()) as seen:
+        call(model)
+    assert seen[0].streams == streams
+    with (
+        torch.no_grad(),
+        hw.watch(model, hw.Segments(streams), queries=range(*streams["image"])) as seen,
+    ):
+        call(model)
+    for row in seen.table():  # of every block, also those that do not split their output
+        assert row["text"] + row["image"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_linear_attention_is_no_softmax() -> None:

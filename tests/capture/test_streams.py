@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.capture.parts import PendingCall, read, streams_of
 from support import truth
 
 B, H, C = 2, 4, 32
@@ -201,3 +202,94 @@ def test_compiled_streams() -> None:
     torch.testing.assert_close(
         next(iter(seen[name] for name in seen))["entropy"], eager["block"]["entropy"]
     )
+
+
+# ── the streams by name ─────────────────────────────────────────────────────────────────────────
+
+NAMED: list[tuple[dict[str, Any], dict[str, tuple[int, int]]]] = [
+    *(({"attend": attend}, {"text": (0, 5), "image": (5, 13)})
+      for attend in ("sdpa", "module", "own", "by hand")),
+    ({"gives": "dict", "text_first": False}, {"image": (0, 8), "text": (8, 13)}),
+    ({"gives": "one"}, {"rest": (0, 5), "out": (5, 13)}),
+    ({"registers": REGISTERS}, {"text": (0, 5), "registers": (5, 8), "image": (8, 16)}),
+    ({"registers": REGISTERS, "text_first": False},
+     {"registers": (0, 3), "image": (3, 11), "text": (11, 16)}),
+    ({"projection": Product}, {}),  # the outputs' lengths alone do not tell their order
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "streams"), NAMED, ids=str)
+def test_streams_have_names_where_their_projections_tell(
+    case: dict[str, Any], streams: dict[str, tuple[int, int]]
+) -> None:
+    model = Net(Joint(**case))
+    with hw.watch(model, hw.Entropy()) as seen, torch.no_grad():
+        for _ in range(2):
+            model(*inputs())
+    (module,) = (seen[name] for name in seen)
+    assert module.streams == streams
+    assert list(module.streams) == list(streams)
+
+
+def test_attention_between_streams_is_that_of_the_weights() -> None:
+    block, given = Joint(), inputs()
+    with torch.no_grad(), hw.watch(block, hw.Entropy()) as seen:
+        block(*given)
+    streams = seen[""].streams
+    image = range(*streams["image"])
+    with torch.no_grad(), hw.watch(block, hw.Segments(streams), queries=image) as seen:
+        block(*given)
+    weights = truth(*block.joined).weights[:, :, TEXT:]
+    for row in seen.table():
+        of_head = weights[:, row["head"]]
+        assert row["text"] == pytest.approx(of_head[..., :TEXT].sum(-1).mean().item(), abs=1e-5)
+        assert row["image"] == pytest.approx(of_head[..., TEXT:].sum(-1).mean().item(), abs=1e-5)
+
+
+def test_streams_that_change_have_no_range() -> None:
+    block, (image, text) = Joint(), inputs()
+    with torch.no_grad(), hw.watch(block, hw.Entropy()) as seen:
+        block(image, text)
+        block(image, text[:, 1:])
+    assert seen[""].streams == {}
+
+
+@pytest.mark.parametrize(
+    ("reads", "streams"),
+    [
+        ({"a.img_out": (0, 3), "a.txt_out": (3, 7)}, {"image": (0, 3), "text": (3, 7)}),
+        ({"a.low": (1, 3), "a.high": (3, 6)},
+         {"registers 0": (0, 1), "low": (1, 3), "high": (3, 6), "registers 1": (6, 7)}),
+        ({"a": (0, 3)}, {"stream 0": (0, 3), "rest": (3, 7)}),
+        ({"a.low": (0, 4), "a.high": (3, 7)}, {}),
+    ],
+)  # fmt: skip
+def test_names_of_streams(
+    reads: dict[str, tuple[int, int]], streams: dict[str, tuple[int, int]]
+) -> None:
+    made = torch.randn(B, H, 7, C // H)
+    call = PendingCall("a", "", made, made.shape, 7)
+    for name, (start, stop) in reads.items():
+        read([call], made.transpose(1, 2).flatten(2)[:, start:stop], name)
+    assert streams_of(call) == streams
+
+
+def test_equal_tokens_do_not_tell_where_a_stream_begins() -> None:
+    made = torch.ones(B, H, 7, C // H)
+    call = PendingCall("a", "", made, made.shape, 7)
+    read([call], torch.ones(B, 3, C), "a.out")
+    assert streams_of(call) == {}
+
+
+def test_streams_are_saved_and_added(tmp_path: Path) -> None:
+    block = Joint()
+    watched = []
+    for _ in range(2):
+        with torch.no_grad(), hw.watch(block, hw.Entropy()) as seen:
+            block(*inputs())
+        watched.append(seen)
+    seen = watched[0]
+    wanted = {"text": (0, TEXT), "image": (TEXT, TEXT + IMAGE)}
+    assert (watched[0] + watched[1])[""].streams == wanted
+    seen.save(tmp_path / "seen.safetensors")
+    assert type(seen).load(tmp_path / "seen.safetensors")[""].streams == wanted

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,7 @@ class Watched(HeadTable):
         first_head: int = 0,
         queries: tuple[int, int] | None = None,
         lost: bool = False,
+        streams: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         """Keep what a call of `module` gave.
 
@@ -86,6 +88,7 @@ class Watched(HeadTable):
             first_head: the number of the first of these heads in its layer.
             queries: how many were looked at, and how many there are, where that is known.
             lost: the call had a graph, and these were taken without.
+            streams: the ranges of streams of tokens that attend together, by name.
 
         Raises:
             ValueError: other heads or statistics than its calls before.
@@ -93,6 +96,9 @@ class Watched(HeadTable):
         kept = self._modules.get(module)
         if kept is None:
             kept = WatchedModule(module, self._running)
+            kept.streams = dict(streams)
+        elif kept.streams != streams:
+            kept.streams = {}
         kept.add(readings, heads, first_key, first_head, queries)
         kept.lost |= lost
         kept.layer = self.numbers.setdefault(module, len(self.numbers))
@@ -309,7 +315,14 @@ class Watched(HeadTable):
 
 
 class WatchedModule:
-    """The calls of one attention module: each on its own in `calls`, or all in one `running`."""
+    """The calls of one attention module: each on its own in `calls`, or all in one `running`.
+
+    Where streams of tokens attend together (text and image in Flux, SD3 and Qwen-Image), `streams`
+    has the positions `(start, stop)` of each by its name, for `Segments`. They are known where each
+    stream has an output projection of its own and where they are the same in all calls; else
+    `streams` is empty. If neither projection is named after the text, the names are those of the
+    projections. `registers` are the tokens that no projection reads.
+    """
 
     def __init__(self, name: str, running: bool = False) -> None:
         self.name = name
@@ -318,6 +331,7 @@ class WatchedModule:
         self.running = Running() if running else None
         self.queries: tuple[int, int] | None = (0, 0)
         self._names: tuple[str, ...] = ()
+        self.streams: dict[str, tuple[int, int]] = {}
         self.lost = False  # whether calls had a graph, and their statistics were taken without
 
     def __repr__(self) -> str:
@@ -379,6 +393,8 @@ class WatchedModule:
         total = WatchedModule(self.name)
         total.heads, total.first_head = other.heads, other.first_head
         total.queries = _both(self.queries, other.queries)
+        both = [one.streams for one in (self, other) if one.heads]
+        total.streams = both[0] if both and both[0] == both[-1] else {}
         total.calls, total._names = [*self.calls, *other.calls], self._names or other._names
         if self.running is not None and other.running is not None:
             total.running = self.running + other.running
@@ -466,6 +482,7 @@ class WatchedModule:
             "heads": self.heads,
             "first_head": self.first_head,
             "queries": self.queries,
+            "streams": self.streams,
             "calls": calls,
             "running": running,
         }
@@ -485,6 +502,8 @@ class WatchedModule:
                 _check_reading(reading, state["heads"])
             made.add(readings, state["heads"])
         made.heads, made.first_head = state["heads"], int(state.get("first_head", 0))
+        streams = state.get("streams", {}).items()
+        made.streams = {str(name): (int(start), int(stop)) for name, (start, stop) in streams}
         counts = state.get("queries")  # older files have none
         made.queries = None if counts is None else (int(counts[0]), int(counts[1]))
         if state["running"] is not None:

@@ -185,7 +185,7 @@ class CaptureSession:
         for forward in self.names.stack:
             if forward.waiting:
                 with SILENCE, torch.no_grad():
-                    settled = read(forward.waiting, x)
+                    settled = read(forward.waiting, x, self.names.current)
                 if forward.lost:  # a whole by itself may be a part: the module's end tells
                     settled = [one for one in settled if one.reason]
                 self._resolve(forward, settled)

@@ -8,9 +8,10 @@ is seen, a call waits. One that turns out to be a part is left out, with the rea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise, takewhile
 from math import prod
 from operator import mul
 from typing import Any
@@ -36,6 +37,7 @@ class PendingCall:
         queries_first: the product itself has its queries before its batch rows.
         sliced: outputs of some of its queries were read or returned side by side, as those of one
             of two streams of tokens that attend together.
+        streams: the ranges of queries whose outputs a projection of their own reads, with its name.
     """
 
     name: str
@@ -50,6 +52,7 @@ class PendingCall:
     then: list[Callable[[int], None]] = field(default_factory=list)
     there: int | None = None
     sliced: bool = False
+    streams: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows, self.heads, self.queries, self.width = self.made.shape
@@ -96,12 +99,15 @@ class ResolvedCall:
 # ── a projection reads ──────────────────────────────────────────────────────────────────────────
 
 
-def read(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
-    """What a projection tells that reads `x`, `[…, H · Dv]`."""
+def read(waiting: Sequence[PendingCall], x: Tensor, name: str = "") -> list[ResolvedCall]:
+    """What a projection of this name tells that reads `x`, `[…, H · Dv]`."""
     if x.dim() < 3:  # positions of all rows in one axis tell nothing
         return []
     for w in waiting:
-        w.sliced = w.sliced or _is_slice(w, x)
+        if begins := _slices(w, x):
+            w.sliced = True
+            if len(begins) == 1:
+                w.streams.setdefault((begins[0], begins[0] + x.shape[1]), name)
     alike = [w for w in waiting if x.numel() == w.made.numel() and x.shape[-1] % w.width == 0]
     if len(alike) > 1:  # which of them is it?
         alike = [w for w in alike if _joins(w.made.detach(), x)]
@@ -124,16 +130,16 @@ def _read(w: PendingCall, x: Tensor) -> ResolvedCall:
     return ResolvedCall(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
 
 
-def _is_slice(w: PendingCall, x: Tensor) -> bool:
-    """Return True if `x` `[B, N, H · Dv]` holds the outputs of N consecutive queries of a call."""
+def _slices(w: PendingCall, x: Tensor) -> list[int]:
+    """Return where in a call the N queries begin whose outputs are `x` `[B, N, H · Dv]`."""
     count = x.shape[1] if x.dim() == 3 else 0
     if not 0 < count < w.queries or len(x) != w.rows or x.shape[-1] != w.wide:
-        return False
+        return []
     joined = w.made.detach().transpose(1, 2).reshape(w.rows, w.queries, w.wide)
     if joined.dtype != x.dtype:
-        return False
+        return []
     begins = (joined == x[:, :1]).all(-1).all(0)[: w.queries - count + 1].nonzero()[:, 0].tolist()
-    return any(_same(joined[:, begin : begin + count], x) for begin in begins)
+    return [begin for begin in begins if _same(joined[:, begin : begin + count], x)]
 
 
 def _joins(made: Tensor, x: Tensor) -> bool:
@@ -157,6 +163,38 @@ def _place(axes: Sequence[int], w: PendingCall) -> str:
     return "queries first" if tuple(axes) == (w.queries, w.rows) else ""
 
 
+def streams_of(w: PendingCall) -> dict[str, tuple[int, int]]:
+    """Return the range of queries of each stream of tokens in a call, by name, in their order.
+
+    They are known if the outputs of each stream have a projection of their own. Where the name of
+    one of two says that it is the text's, the streams are `text` and `image`; others have the names
+    of their projections. Queries that no projection reads are `registers` where several streams are
+    read, else `rest`.
+    """
+    ranges = sorted(w.streams)
+    if not ranges or any(one[1] > other[0] for one, other in pairwise(ranges)):
+        return {}
+    paths = [w.streams[one].split(".") for one in ranges]
+    parts = zip(w.name.split("."), *paths, strict=False)
+    common = len([*takewhile(lambda part: len({*part}) == 1, parts)])
+    names = [".".join(path[common:]) for path in paths]
+    text = [_TEXT.search(name) is not None for name in names]
+    if len(names) == 2 and sum(text) == 1:
+        names = ["text" if is_text else "image" for is_text in text]
+    elif len({*names, ""}) <= len(names):
+        names = [f"stream {number}" for number in range(len(names))]
+    edges = [0, *chain(*ranges), w.queries]
+    gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    other = "registers" if len(ranges) > 1 else "rest"
+    others = [other] if len(gaps) == 1 else [f"{other} {number}" for number in range(len(gaps))]
+    found = zip([*ranges, *gaps], [*names, *others], strict=True)
+    return {name: one for one, name in sorted(found)}
+
+
+_TEXT = re.compile("txt|text|add|context|caption")
+"""The names of projections of the text in joint attention."""
+
+
 # ── a module ends ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -178,7 +216,7 @@ def at_end(
     if x is None:
         return [], list(waiting)
     for w in waiting:
-        w.sliced = w.sliced or _is_slice(w, x)
+        w.sliced = w.sliced or bool(_slices(w, x))
     found = [_read(w, x) for w in waiting if (x.numel(), x.shape[-1]) == (w.made.numel(), w.wide)]
     found = [one for one in found if one.reason]
     rest = [w for w in waiting if all(w is not one.call for one in found)]

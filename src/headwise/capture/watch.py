@@ -19,6 +19,7 @@ from .bundle import Bundles
 from .call import AttentionCall, ObserveOptions, seed_of_rank
 from .captured import Watched
 from .modules import Heads, Modules, check_model, chosen, declared_heads, why_left_out
+from .parts import streams_of
 from .session import catch
 
 DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
@@ -160,10 +161,12 @@ def watch(
         graph = torch.is_grad_enabled()
         kept = (call.name, readings, heads, call.first_key, call.first_head)
         lost = graph and not gradients
-        if call.waiting is None:
+        if (waiting := call.waiting) is None:
             watched.add(*kept, (looked_at, batch * every), lost)
         else:
-            call.on_complete(lambda found: watched.add(*kept, (looked_at, found), lost))
+            waiting.on_complete(
+                lambda found: watched.add(*kept, (looked_at, found), lost, streams_of(waiting))
+            )
         if graph:
             with_graph.add(call.name)
 
