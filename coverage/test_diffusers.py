@@ -194,4 +194,4 @@ def test_linear_attention_is_no_softmax() -> None:
 
 def test_slices_of_heads_are_left_out() -> None:
     sliced = unet(attention_processor.SlicedAttnProcessor(4))
-    assert_left_out(sliced, "batch rows, heads and blocks cannot be told apart")
+    assert_left_out(sliced, "batch rows, heads and blocks cannot be distinguished")

@@ -39,7 +39,7 @@ LEFT_OUT = {  # how many calls are seen nevertheless, and the reason
     "coat_lite_tiny": (0, "is over axis 2, not the last"),  # factorized: over the positions
     "convit_tiny": (0, "no product with values was seen"),  # a sum of two softmaxes
     "efficientformerv2_s0": (1, "no product with values was seen"),  # heads are mixed
-    "lambda_resnet26t": (0, "batch rows, heads and blocks cannot be told apart"),  # keys alone
+    "lambda_resnet26t": (0, "batch rows, heads and blocks cannot be distinguished"),  # keys alone
     "mobilevitv2_050": (0, "no product with values was seen"),  # one weight for each key
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.capture import bundle
-from headwise.capture.bundle import Bundles, Part, together
+from headwise.capture.bundle import BundledCall, Bundles, together
 from headwise.capture.call import AttentionCall, ObserveOptions
 from headwise.kernels import ctypes_api
 from headwise.stats.output_norm import OutputLength
@@ -82,7 +82,9 @@ def test_nothing_of_a_model_outlasts_the_watch() -> None:
     model, inputs = CASES["gpt2"].model(), CASES["gpt2"].inputs(False)
     watched(model, inputs)
     seen = watched(model, inputs)
-    (one,) = {part.bundle for layer in seen for part in seen[layer].calls if isinstance(part, Part)}
+    (one,) = {
+        part.bundle for layer in seen for part in seen[layer].calls if isinstance(part, BundledCall)
+    }
     assert not one._tensors
     assert not hasattr(one.readings.record.view, "asked")
     twin = copy.deepcopy(seen)
@@ -117,7 +119,7 @@ def test_copies_are_read_where_a_model_changes_its_keys_afterwards() -> None:
         found.append(bundles.observe(call, statistics, ObserveOptions()))
         for x in (call.q, call.k, call.out):
             x.fill_(torch.nan)
-    assert [isinstance(one, Part) for one in found] == [False, *[True] * 4]
+    assert [isinstance(one, BundledCall) for one in found] == [False, *[True] * 4]
     for one, want in zip(found, wanted, strict=True):
         assert list(one) == list(want)
         for name, reading in want.items():
@@ -142,7 +144,7 @@ def test_other_calls_are_read_at_once(odd: dict[str, Any]) -> None:
     statistics, bundles = Statistics.of(EACH), Bundles()
     for seed in range(3):
         found = bundles.observe(call_of(seed, **odd), statistics, ObserveOptions())
-        assert not isinstance(found, Part)
+        assert not isinstance(found, BundledCall)
 
 
 def test_calls_of_other_sizes_and_options_are_apart() -> None:
@@ -154,10 +156,10 @@ def test_calls_of_other_sizes_and_options_are_apart() -> None:
         [bundles.observe(call_of(seed, heads), statistics, ObserveOptions()) for seed in range(3)]
         for heads in (4, 2)
     )
-    assert all(isinstance(one, Part) for one in (*four, *two[1:]))
-    assert len({one.bundle for one in (*four, *two) if isinstance(one, Part)}) == 2
+    assert all(isinstance(one, BundledCall) for one in (*four, *two[1:]))
+    assert len({one.bundle for one in (*four, *two) if isinstance(one, BundledCall)}) == 2
     sampled = bundles.observe(call_of(0), statistics, ObserveOptions(queries=2))
-    assert not isinstance(sampled, Part)
+    assert not isinstance(sampled, BundledCall)
     assert sampled["entropy"].values.shape == (2, 4, 2)
 
 
@@ -165,7 +167,7 @@ def test_many_calls_are_read_before_they_take_much_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(bundle, "TOGETHER", 2000)
     statistics, bundles = Statistics.of((hw.Entropy(),)), Bundles()
     found = [bundles.observe(call_of(seed), statistics, ObserveOptions()) for seed in range(12)]
-    parts = [one for one in found if isinstance(one, Part)]
+    parts = [one for one in found if isinstance(one, BundledCall)]
     assert len({one.bundle for one in parts}) > 1
     want = [
         call_of(seed).observe(statistics, ObserveOptions())["entropy"].values for seed in range(12)

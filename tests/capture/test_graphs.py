@@ -404,7 +404,7 @@ def test_without_a_parameter_a_second_call_of_a_shared_graph_is_left_out() -> No
     with hw.watch(compiled, hw.Entropy()) as seen:
         compiled(x)
     assert sum(row["calls"] for row in seen.table()) == H
-    assert "nothing tells which one attends" in next(iter(seen.left_out.values()))
+    assert "that identifies the one that attends" in next(iter(seen.left_out.values()))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwise.capture import private_torch
 from headwise.capture.adapters import flex
-from headwise.capture.private_torch import _ASKING, without_dispatch
+from headwise.capture.private_torch import _DISPATCH_CHECKS, without_dispatch
 
 
 class Names(TorchFunctionMode):
@@ -79,7 +79,7 @@ def test_a_backward_pass_knows_itself_and_takes_modes_along() -> None:
 
 @pytest.mark.parametrize("function", [F.multi_head_attention_forward, torch.autograd.backward])
 def test_composite_functions_ask_for_modes_by_names_that_can_be_changed(function) -> None:
-    asked = [name for name in _ASKING if name in function.__code__.co_names]
+    asked = [name for name in _DISPATCH_CHECKS if name in function.__code__.co_names]
     assert asked or function is torch.autograd.backward  # which no mode saw before PyTorch 2.11
     assert all(name in function.__globals__ for name in asked)
 

@@ -544,8 +544,8 @@ def test_modules_may_be_several_patterns(unchecked: None) -> None:
 @pytest.mark.parametrize(
     ("statistics", "queries", "message"),
     [
-        ([hw.Entropy(), hw.LSE(), hw.Entropy()], None, "'entropy' is asked for twice"),
-        ([hw.Mass(hw.Window(3)), hw.Mass(hw.Window(5))], None, "'mass' is asked for twice.*name=…"),
+        ([hw.Entropy(), hw.LSE(), hw.Entropy()], None, "'entropy' is requested twice"),
+        ([hw.Mass(hw.Window(3)), hw.Mass(hw.Window(5))], None, "'mass' is requested twice.*name=…"),
         ([hw.LSE()], 0, "queries=0: at least one"),
         ([hw.LSE()], -1, "queries=-1: at least one"),
         ([hw.LSE()], 2.5, "queries=2.5: give a whole number"),

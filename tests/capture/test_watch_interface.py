@@ -165,9 +165,9 @@ def test_what_is_no_softmax_is_left_out_with_the_reason(register: Callable[..., 
         assert torch.equal(model(**inputs)[0], plain)
     assert vars(AttentionInterface) == handed
     assert list(seen.left_out) == ["layers.0.self_attn", "layers.1.self_attn"]
-    with pytest.raises(ValueError, match=r"rectified gives something else than softmax"):
+    with pytest.raises(ValueError, match=r"rectified does not return softmax"):
         seen.table()
-    said = r"rectified gives something else than softmax"
+    said = r"rectified does not return softmax"
     with pytest.raises(ValueError, match=said), hw.ablate(model, "L0H0"):
         model(**inputs)
 

@@ -270,9 +270,7 @@ def test_one_axis_of_which_nothing_tells_the_heads_is_left_out() -> None:
             q = heads(x.unflatten(-1, (H, D))).flatten(0, 1)
             return heads(hand(q, q, q).unflatten(0, (-1, H))).flatten(2)
 
-    assert_left_out(
-        seen_of(Bare(), torch.randn(B, T, H * D)), "of a number of heads that nothing tells"
-    )
+    assert_left_out(seen_of(Bare(), torch.randn(B, T, H * D)), "an unknown number of heads")
 
 
 def test_a_loop_over_heads_is_one_head_with_many_calls() -> None:
@@ -325,7 +323,7 @@ def test_chunks_of_queries_stand_where_their_mask_says(attend: str, joins: bool)
         assert_seen_rightly(model, seen, hw.Causal())
         assert [row["calls"] for row in seen.table()] == [N] * H
     model = Attends(by_chunks(attend, causal=False), joins=joins)
-    assert_left_out(seen_of(model, torch.randn(B, T, H * D)), "nothing tells where these stand")
+    assert_left_out(seen_of(model, torch.randn(B, T, H * D)), "whose positions are unknown")
 
 
 @pytest.mark.parametrize("weighted", [True, False])

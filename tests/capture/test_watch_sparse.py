@@ -64,14 +64,14 @@ SPARSE: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...], str]] = {
         T5 | {"encoder_attention_type": "local"},
         "encoder.block.{}.layer.0.LocalSelfAttention",
         T5_WRITER,
-        "cannot be told apart",
+        "cannot be distinguished",
     ),
     "long t5, global": (
         "LongT5",
         T5 | {"encoder_attention_type": "transient-global"},
         "encoder.block.{}.layer.0.TransientGlobalSelfAttention",
         T5_WRITER,
-        "cannot be told apart",
+        "cannot be distinguished",
     ),
 }
 

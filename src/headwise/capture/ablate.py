@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.numbers import as_int
 from .call import AttentionCall, seed_of_call
-from .edit import Edit, Place, Replace, check_names, edited
+from .edit import Edit, EditedCall, Replace, check_names, edited
 from .head_address import HeadAddress, Layer, parse_head, parse_layer
 from .modules import check_model
 from .reference import AblationReference, drawn, valid_queries
@@ -97,7 +97,7 @@ class _Ablation(Edit):
     seed: int
 
     @torch.no_grad()
-    def change(self, x: Tensor, place: Place) -> Tensor:
+    def change(self, x: Tensor, place: EditedCall) -> Tensor:
         if self.how == "mean":
             return _mean(place.call, place.index, self.reference)
         own = seed_of_call(self.seed, place.number)

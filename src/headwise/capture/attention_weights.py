@@ -113,10 +113,10 @@ def attention_of(
             raise ValueError(f"{quote}: {wanted!r} is left out: {net.names.left_out[str(wanted)]}.")
         if count := next(calls):
             raise ValueError(f"{quote}: it is called {count} times, and has no call {nth}.")
-        told = f"those that attend: {and_more([repr(one) for one in met], 12)}"
+        known = f"those that attend: {and_more([repr(one) for one in met], 12)}"
         if not met:
-            told = f"no attention was seen: {net.names.why_nothing()}"
-        raise ValueError(f"{quote}: no such layer; {told}.")
+            known = f"no attention was seen: {net.names.why_nothing()}"
+        raise ValueError(f"{quote}: no such layer; {known}.")
     if len({one.shape[1:] for one in found.values()}) > 1:
         shapes = [f"nth={number} gives {list(one.shape)}" for number, one in found.items()]
         raise ValueError(

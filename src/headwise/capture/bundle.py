@@ -91,13 +91,13 @@ class Bundle:
         """Return True if no call may be added any more."""
         return self._readings is not None or self._numbers > TOGETHER
 
-    def add(self, call: AttentionCall) -> Part:
+    def add(self, call: AttentionCall) -> BundledCall:
         """Copy what the statistics read of a call."""
         given = (call.q, call.k, call.out) if self.statistics.of_output else (call.q, call.k)
         first = len(self._tensors) * self.heads
         self._tensors.append(tuple([x.detach().clone() for x in given]))
         self._numbers += sum([x.numel() for x in given])
-        return Part(self, slice(first, first + self.heads))
+        return BundledCall(self, slice(first, first + self.heads))
 
     @property
     def readings(self) -> Readings:
@@ -113,7 +113,7 @@ class Bundle:
         return self._readings
 
 
-class Part(Mapping[str, Reading]):
+class BundledCall(Mapping[str, Reading]):
     """The readings of some heads of a bundle: those of a call, or of several side by side."""
 
     def __init__(self, bundle: Bundle, heads: slice) -> None:
@@ -166,7 +166,7 @@ def together(
 
 def _form_of(readings: Mapping[str, Reading]) -> object | None:
     """Return what is equal in readings that can be joined; `None` of those that cannot be."""
-    if isinstance(readings, Part):
+    if isinstance(readings, BundledCall):
         return readings.bundle
     return readings.form if isinstance(readings, Readings) else None
 
@@ -174,8 +174,8 @@ def _form_of(readings: Mapping[str, Reading]) -> object | None:
 def _beside(parts: Sequence[Any]) -> Mapping[str, Reading] | None:
     """Return readings of one form as one; `None` of parts that do not follow each other."""
     first, *others = parts
-    if not isinstance(first, Part):
+    if not isinstance(first, BundledCall):
         return first.beside(*others)
     if any(one.heads.stop != other.heads.start for one, other in pairwise(parts)):
         return None
-    return Part(first.bundle, slice(first.heads.start, parts[-1].heads.stop))
+    return BundledCall(first.bundle, slice(first.heads.start, parts[-1].heads.stop))

@@ -31,21 +31,21 @@ from .ranks import rank_of_all
 
 
 def seed_of_call(seed: int, number: int) -> int:
-    """The seed of a module's call of this number, from 0; seeds near each other share none."""
+    """Return the seed of a module's n-th call, from 0; neighbouring seeds share none."""
     return seed + 1_000_003 * number
 
 
 def seed_of_rank(seed: int) -> int:
-    """The seed of this rank, of ranks that were given the same one; that of rank 0 is as given.
+    """Return the seed of this rank if all ranks were given the same one; rank 0 uses it unchanged.
 
-    PyTorch's generator of the CPU looks at the last 32 bits.
+    PyTorch's CPU generator uses only the last 32 bits.
     """
     return seed + 0x9E3779B9 * rank_of_all()
 
 
 @dataclass(frozen=True)
 class ObserveOptions:
-    """How a call is to be looked at; as in `observe()`, and with `padding` left out or counted."""
+    """Options of `observe()` for each captured call; `padding=False` counts padded queries."""
 
     queries: int | Sequence[int] | Tensor | None = None
     seed: int = 0
@@ -53,18 +53,18 @@ class ObserveOptions:
     padding: bool = True
 
     def of_call(self, number: int) -> ObserveOptions:
-        """The same at a module's call of this number, from 0, with a draw of its own on each rank.
+        """Return the options for a module's n-th call, from 0, with an own seed on each rank.
 
-        Draws of the same queries at every call would be wrong in the same way at every call.
+        If the same queries were sampled at every call, all calls would share the sampling error.
         """
         return replace(self, seed=seed_of_call(seed_of_rank(self.seed), number))
 
     def draws(self, queries: int) -> bool:
-        """Whether it draws some of a call's queries."""
+        """Return True if only some of a call's queries are sampled."""
         return as_int(self.queries) is not None and self.looked_at(queries) < queries
 
     def looked_at(self, queries: int) -> int:
-        """At how many of a call's queries."""
+        """Return the number of a call's queries that are observed."""
         if self.queries is None:
             return queries
         some = self.queries
@@ -73,9 +73,9 @@ class ObserveOptions:
 
 @dataclass
 class OnePass:
-    """A checked call of headwise's, of which output and statistics can come from the same pass.
+    """A validated call of headwise whose output and statistics can be computed in one pass.
 
-    `run` computes the output alone. `strict` raises an error where scores overflow.
+    `run` computes only the output. `strict` raises an error if scores overflow.
     """
 
     call: Call
@@ -84,7 +84,7 @@ class OnePass:
     strict: bool = True
 
     def is_of(self, k: Tensor, mask: Mask) -> bool:
-        """Return True if statistics with these keys and this mask are of the very same call."""
+        """Return True if statistics with these keys and this mask belong to this same call."""
         own = self.call.mask
         if mask is own:
             return True
@@ -99,39 +99,39 @@ class OnePass:
         )
 
     def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
-        """Return what the model goes on with."""
+        """Return the output that the model continues with."""
         return out
 
 
 @dataclass
 class AttentionCall:
-    """A call that a model has made: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and what came out.
+    """An attention call of a model: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and the output.
 
-    Listeners get one of these for every attention call of a model.
+    A listener receives one of these for every attention call of a model.
 
     Args:
         name: the qualified name of the module that called.
-        route: how the call was noticed (the function's name, mostly).
-        made: the heads' outputs, or what computes them when somebody asks.
+        route: the way the call was captured (usually the name of the function).
+        model_out: the heads' outputs, or a function that computes them on first use.
         keywords: those of `observe()`: `mask`, `scale`, `softcap`, `sinks`.
-        projected_by: the weight of the output projection `[O, H · Dv]` where it is known, or what
-            finds it.
-        own_positions: the queries stand at the keys' end, as in self-attention, so that a key
-            which is padding tells of a query that is; False also where the mask knows that.
-        first_key: the position of the first key, where a cache has dropped keys before it.
+        projected_by: the weight of the output projection `[O, H · Dv]` if it is known, or a
+            function that returns it.
+        own_positions: the queries are at the end of the keys, as in self-attention, so that a
+            padded key implies a padded query; False also if the mask contains that already.
+        first_key: the position of the first key, if a cache has dropped keys before it.
         layer: the number of the module among those that attend.
         first_head: the number of the first head in a layer whose other heads are on other ranks.
-        layer_heads: how many heads that layer has.
-        behind: so many keys behind all others have no position: the queries stand before them, and
-            no pattern of positions chooses them.
-        hidden: the reason why q and k are placeholders, where only the scores are known (the mask
+        layer_heads: the number of heads of that layer on all ranks.
+        behind: the number of keys behind all others that have no position: the queries are before
+            them, and no pattern of positions selects them.
+        hidden: the reason why q and k are placeholders, if only the scores are known (the mask
             holds them).
-        again: the call is made a second time, in a backward pass that recomputes what was not kept.
-        waiting: what is known of a call that may be a part of its module's attention.
-        one_pass: a call of headwise's that nobody has computed yet.
+        again: the call is repeated in a backward pass that recomputes activations.
+        waiting: the pending call, if this may be only a part of its module's attention.
+        one_pass: a call of headwise that is not computed yet.
         lse: the log-sum-exp `[B, H, T]` that the model's kernel has written on a GPU.
-        values: what finds the values where `v` is a placeholder; it raises ValueError where they
-            are not visible.
+        values: a function that returns the values if `v` is a placeholder; it raises ValueError if
+            they are not visible.
     """
 
     name: str
@@ -139,7 +139,7 @@ class AttentionCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    made: Tensor | Callable[[], Tensor]
+    model_out: Tensor | Callable[[], Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
     projected_by: Tensor | Callable[[], Tensor | None] | None = None
     own_positions: bool = False
@@ -156,10 +156,10 @@ class AttentionCall:
     values: Callable[[], Tensor] | None = None
 
     def on_complete(self, keep: Callable[[int], None]) -> None:
-        """Call `keep` when it is known that this is all that the module attends: mostly at once.
+        """Call `keep` once the call is known to be complete, usually immediately.
 
-        It gets the number of queries that there are, over the batch. A call that turns out to be
-        a part is left out, and nothing is called.
+        Its argument is the total number of queries, over the batch. If the call turns out to cover
+        only a part of the module's attention, it is left out and `keep` is not called.
         """
         if self.waiting is None:
             keep(self.batch * self.queries)
@@ -204,20 +204,20 @@ class AttentionCall:
     def out(self) -> Float[Tensor, "B H T Dv"]:
         """Return the heads' outputs as the model computed them, before the output projection.
 
-        With their graph, where the model runs with one.
+        They have an autograd graph if the model runs with one.
         """
-        if not isinstance(self.made, Tensor):
-            self.made = self.made()
-        return self.made
+        if not isinstance(self.model_out, Tensor):
+            self.model_out = self.model_out()
+        return self.model_out
 
     @cached_property
     def projection(self) -> Tensor | None:
-        """The weight of the output projection `[O, H · Dv]` where it is known."""
+        """The weight of the output projection `[O, H · Dv]`, or None if it is unknown."""
         weight = self.projected_by
         return weight() if callable(weight) else weight
 
     def counted(self, looking: ObserveOptions) -> Mask:
-        """Return the mask for statistics: padded queries see nothing, unless they are to count."""
+        """Return the mask for statistics: padded queries see no key, unless they are counted."""
         mask = as_mask(self.keywords.get("mask"))
         if not looking.padding:
             return with_padding(mask)
@@ -230,9 +230,9 @@ class AttentionCall:
     def observe(
         self, statistics: Iterable[Statistic], looking: ObserveOptions
     ) -> Mapping[str, Reading]:
-        """Return statistics of the call's heads, by name. The model's own output is not touched.
+        """Return statistics of the call's heads, by name. The model's output does not change.
 
-        Queries that are padding count as such that may attend to nothing, if `looking` says so.
+        With `looking.padding`, padded queries count as queries without a visible key.
         """
         if not isinstance(statistics, Statistics):
             statistics = Statistics.of(statistics)
@@ -244,13 +244,13 @@ class AttentionCall:
         if looking.queries is not None:
             sample = draw(looking.queries, self.queries, looking.seed, self.q.device)
         options = {"projection": lambda: self.projection, "gradients": looking.gradients}
-        if self.behind or isinstance(self.made, Tensor):
+        if self.behind or isinstance(self.model_out, Tensor):
             one = None
         if one is not None and one.is_of(self.k, mask):
             given = (one.call, statistics, sample, one.backend)
             work, readings = read(*given, strict=one.strict, **options)
             assert work.whole_out is not None
-            self.made = one.finish(work.whole_out, work.whole_lse)
+            self.model_out = one.finish(work.whole_out, work.whole_lse)
             return readings.let_go()
         keywords = {**self.keywords, "mask": mask}
         if self.behind:
@@ -276,7 +276,7 @@ class AttentionCall:
         return readings
 
     def _placed(self, statistic: Statistic) -> Statistic:
-        """Return the same statistic of keys that have other positions than their places say."""
+        """Return the same statistic for keys whose positions differ from their indices."""
         if isinstance(statistic, Segments):
             return statistic.among(self.first_key, self.keys - self.behind if self.behind else None)
         if self.behind and isinstance(statistic, Mass) and isinstance(statistic.keys, Pattern):
@@ -285,5 +285,5 @@ class AttentionCall:
 
 
 Listener = Callable[[AttentionCall], Tensor | None]
-"""What hears of every attention call. It may give `[B, H, T, Dv]` to take the place of `call.out`;
-`None` leaves the model's own output as it is, bit for bit."""
+"""Function that receives every attention call. It may return `[B, H, T, Dv]` to replace `call.out`;
+`None` leaves the model's own output unchanged, bit for bit."""

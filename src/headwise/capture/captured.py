@@ -145,11 +145,11 @@ class Watched(HeadTable):
 
         `layer` is the place of the module among all that attend, in the order of their first calls.
 
-        `queries` is how many queries were looked at, of `of_queries` that there are, over calls and
-        batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
-        maximum (`max_logit_sampled` that of some queries, below the true one); `<name>_coverage` is
-        the share of queries that had a target; `<name>_se` the standard error where queries were
-        drawn by chance, and no mean of all was at hand (`Seen.table`). A row omits metrics
+        `queries` is the number of observed queries of `of_queries` in all, over calls and batch,
+        padding included. Means are over calls, batch and valid queries; `max_logit` is the maximum
+        (`max_logit_sampled` that of sampled queries, a lower bound); `<name>_coverage` is the share
+        of queries that had a target; `<name>_se` is the standard error if queries were sampled at
+        random and the mean over all of them is not available (`Seen.table`). A row omits metrics
         that are unknown for its head (NaN in tensors); `unavailable` has the reasons.
 
         Args:

@@ -34,7 +34,7 @@ Positions = int | Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True)
-class Place:
+class EditedCall:
     """The heads of a call that an edit changes: their numbers in it, and the number of the call."""
 
     call: AttentionCall
@@ -65,10 +65,10 @@ class Edit(ABC):
             raise ValueError(f"{self!r:.80}: at must be one of {', '.join(get_args(At))}.")
 
     @abstractmethod
-    def change(self, x: Float[Tensor, "B h N D"], place: Place) -> Tensor:
+    def change(self, x: Float[Tensor, "B h N D"], place: EditedCall) -> Tensor:
         """Return the heads' tensor as it is after the edit, or what broadcasts to that."""
 
-    def __call__(self, x: Float[Tensor, "B h N D"], place: Place) -> Float[Tensor, "B h N D"]:
+    def __call__(self, x: Float[Tensor, "B h N D"], place: EditedCall) -> Float[Tensor, "B h N D"]:
         """Apply the edit at its positions; the other positions stay bit for bit."""
         new = self.change(x, place)
         try:
@@ -94,7 +94,7 @@ class Scale(Edit):
 
     factor: float
 
-    def change(self, x: Tensor, place: Place) -> Tensor:
+    def change(self, x: Tensor, place: EditedCall) -> Tensor:
         if real(self.factor) is None:
             raise ValueError(
                 f"edit(…): Scale({self.factor!r:.60}) takes a number; a tensor with a gradient is "
@@ -113,7 +113,7 @@ class Gate(Edit):
 
     parameter: Tensor
 
-    def change(self, x: Tensor, place: Place) -> Tensor:
+    def change(self, x: Tensor, place: EditedCall) -> Tensor:
         gate = self.parameter
         if gate.dim() == 1 and len(gate) == place.call.all_heads:
             gate = gate[place.index.to(gate.device) + place.call.first_head, None, None]
@@ -130,7 +130,7 @@ class Shift(Edit):
 
     vector: Tensor
 
-    def change(self, x: Tensor, place: Place) -> Tensor:
+    def change(self, x: Tensor, place: EditedCall) -> Tensor:
         return x + _of_each(self.vector).to(x)
 
 
@@ -148,7 +148,7 @@ class Replace(Edit):
 
     source: Any
 
-    def change(self, x: Tensor, place: Place) -> Tensor:
+    def change(self, x: Tensor, place: EditedCall) -> Tensor:
         if isinstance(self.source, Tensor):
             return _of_each(self.source)
         if real(self.source) is not None:
@@ -302,14 +302,14 @@ def _changed(call: AttentionCall, by_head: dict[int, tuple[Any, ...]], number: i
     out = call.out
     inner = [head for head, each in by_head.items() if any(map(_is_inner, each))]
     if inner:
-        place = Place(call, tuple(inner), number)
+        place = EditedCall(call, tuple(inner), number)
         out = out.index_copy(1, place.index, _recomputed(place, by_head).to(out))
     alike: dict[tuple[Any, ...], list[int]] = {}
     for head, each in by_head.items():
         if outer := tuple(one for one in each if not _is_inner(one)):
             alike.setdefault(outer, []).append(head)
     for each, heads in alike.items():
-        place = Place(call, tuple(heads), number)
+        place = EditedCall(call, tuple(heads), number)
         x = out.index_select(1, place.index)
         for one in each:
             x = one(x, place)
@@ -322,7 +322,7 @@ def _is_inner(one: Edit | Knockout) -> bool:
     return isinstance(one, Knockout) or one.at != "output"
 
 
-def _recomputed(place: Place, by_head: Mapping[int, tuple[Any, ...]]) -> Tensor:
+def _recomputed(place: EditedCall, by_head: Mapping[int, tuple[Any, ...]]) -> Tensor:
     """Return the outputs of some heads from their edited parts, `[B, h, T, Dv]`."""
     call, index = place.call, place.index
     kinds = {one.at for head in place.heads for one in by_head[head] if isinstance(one, Edit)}
@@ -337,7 +337,7 @@ def _recomputed(place: Place, by_head: Mapping[int, tuple[Any, ...]]) -> Tensor:
             one_head = x[:, n : n + 1]
             for one in by_head[head]:
                 if isinstance(one, Edit) and one.at == at:
-                    one_head = one(one_head, Place(call, (head,), place.number))
+                    one_head = one(one_head, EditedCall(call, (head,), place.number))
             heads.append(one_head)
         parts[at] = torch.cat(heads, 1)
     q, k, v = parts.values()
@@ -427,13 +427,13 @@ def check_names(model: nn.Module, layers: Iterable[Layer], quoted: str) -> None:
     unknown = [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]
     if unknown:
         near = get_close_matches(unknown[0], attending(model), n=6, cutoff=0.0)
-        told = f"of those that attend, the nearest are: {', '.join(map(repr, near))}"
+        nearest = f"of those that attend, the nearest are: {', '.join(map(repr, near))}"
         if not near:
             near = get_close_matches(unknown[0], [*filter(None, names)], n=6, cutoff=0.0)
-            told = (
+            nearest = (
                 f"the nearest that there are: {', '.join(map(repr, near)) or 'none'}; "
                 f"hw.watch(model) lists those that attend"
             )
         raise ValueError(
-            f"{quoted}: the model has no module {', '.join(map(repr, unknown))}; {told}."
+            f"{quoted}: the model has no module {', '.join(map(repr, unknown))}; {nearest}."
         )

@@ -206,7 +206,7 @@ def _batch_of(outs: list[tuple[str, Tensor]], quote: str) -> int:
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"{quote}: the loss is one number and calls have batches of different sizes ({sizes}), "
-            f"so that samples cannot be told apart; give a loss for each sample, [B]."
+            f"so that samples cannot be distinguished; give a loss for each sample, [B]."
         )
     return len(outs[0][1])
 

@@ -85,11 +85,11 @@ def read_tree(path: Path) -> Any:
             f"{path}: has version {header.get('version')}, but this headwise reads {VERSION}"
         )
 
-    def tensor(found: dict[str, Any]) -> Any:
-        number = found.get("tensor")
-        if len(found) == 1 and isinstance(number, int):
+    def tensor(item: dict[str, Any]) -> Any:
+        number = item.get("tensor")
+        if len(item) == 1 and isinstance(number, int):
             return tensors[str(number)]
-        return found
+        return item
 
     try:
         return json.loads(header["content"], object_hook=tensor)

@@ -1,10 +1,10 @@
 """Models whose attention modules report their calls themselves, captured without hooks.
 
-transformers' attention interface passes the module, and headwise's own layers tell of themselves.
-The first watch of a model follows it in full: hooks on all modules, a function mode that sees what
-is computed. If all that attended came in these ways, the next watch listens there alone, and the
-model runs as if nobody watched. When one of its outermost modules starts, it is made sure that the
-model is as it was then; if it is not, it is followed in full from there on.
+transformers' attention interface passes the module, and headwise's own layers report themselves.
+The first watch of a model follows it in full, with hooks on all modules and a function mode. If all
+its attention was reported by modules themselves, later watches use only these reports and cost
+almost nothing. When an outermost module starts, the model is compared with its recorded form; if
+it has changed, it is followed in full from there on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .modules import attending
 from .net import CaptureSession
 
 
-class _Part(NamedTuple):
+class _ModuleRecord(NamedTuple):
     """A module as it was: its class, its parts by id and class, and its hooks."""
 
     module: weakref.ref[nn.Module]
@@ -39,7 +39,7 @@ class Known(NamedTuple):
     for as long as the model is in use.
     """
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_ModuleRecord, ...]
     implementations: list[object]
     names: dict[int, str]
     attended: set[tuple[int, frozenset[str]]]
@@ -88,7 +88,7 @@ def learn(net: CaptureSession) -> None:
     ]
     same = set(names) == set(map(id, modules)) and all(_form(module) for module in modules)
     if same and set(attending(model)) <= set(net.complete):
-        parts = tuple(_Part(weakref.ref(module), _form(module)) for module in seen)
+        parts = tuple(_ModuleRecord(weakref.ref(module), _form(module)) for module in seen)
         _KNOWN[model] = Known(parts, _implementations(seen), names, net.attended, [])
 
 

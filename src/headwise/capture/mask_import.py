@@ -425,21 +425,21 @@ def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "
 
 
 class Copy:
-    """Return a copy of a tensor without repeated entries; on a GPU, its number of changes.
+    """A copy of a tensor without repeated entries; on a GPU, its version counter.
 
-    On a GPU the host would have to wait for a comparison. In inference mode PyTorch does not count
-    changes.
+    On a GPU, the host would have to wait for a comparison. In inference mode, PyTorch does not
+    count changes.
     """
 
     def __init__(self, x: Tensor) -> None:
-        self._kept = once(x).clone() if read_at_once(x) else None
+        self._clone = once(x).clone() if read_at_once(x) else None
         self._version = -1 if x.is_inference() else x._version
 
     def same(self, x: Tensor) -> bool:
         """Return True if a tensor of the same layout certainly holds the same numbers."""
-        if self._kept is None:
+        if self._clone is None:
             return not x.is_inference() and x._version == self._version
-        return torch.equal(self._kept, once(x))
+        return torch.equal(self._clone, once(x))
 
 
 def once(x: Tensor) -> Tensor:
@@ -451,7 +451,7 @@ def once(x: Tensor) -> Tensor:
     return x
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class MaskMemo:
@@ -466,28 +466,28 @@ class MaskMemo:
     """The maximal size in bytes of a mask that is kept; larger ones are converted every time."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[object, tuple[list[tuple[Tensor, Copy]], Any]] = OrderedDict()
+        self._results: OrderedDict[object, tuple[list[tuple[Tensor, Copy]], Any]] = OrderedDict()
 
     def of(
-        self, given: Tensor, what: object, find: Callable[[], Found], reads: Sequence[Tensor] = ()
-    ) -> Found:
-        """Return `find()`, or the cached result for this tensor and `what`.
+        self, given: Tensor, key: object, find: Callable[[], Result], reads: Sequence[Tensor] = ()
+    ) -> Result:
+        """Return `find()`, or the cached result for this tensor and `key`.
 
         `reads` are the other tensors that the result depends on.
         """
         at = given.data_ptr() if readable(given) else id(given)
         place = (at, given.shape, given.stride(), given.dtype, given.device)
-        before = self._found.get((place, what))
+        before = self._results.get((place, key))
         if before is not None and all(copy.same(x) for x, copy in before[0]):
             return before[1]
         result = find()
         if all(once(x).nbytes <= self.LARGEST for x in (given, *reads)):
             # Kept alive, so that its memory is not reused by another mask.
-            self._found[place, what] = [(x, Copy(x)) for x in (given, *reads)], result
-            if len(self._found) > self.SIZE:
-                self._found.popitem(last=False)
+            self._results[place, key] = [(x, Copy(x)) for x in (given, *reads)], result
+            if len(self._results) > self.SIZE:
+                self._results.popitem(last=False)
         return result
 
     def clear(self) -> None:
-        """Forget all."""
-        self._found.clear()
+        """Clear the cache."""
+        self._results.clear()

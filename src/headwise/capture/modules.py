@@ -24,18 +24,18 @@ from .parts import PendingCall
 from .private_torch import has_parts, outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
-"""What modules are called whose keys are another sequence's."""
+"""Names of modules for cross-attention."""
 
 _FOLLOWED: ContextVar[tuple[object, ...]] = ContextVar("_FOLLOWED", default=())
-"""The marks of those that follow in this context: that of a task, and of the tasks it starts."""
+"""The marks of the sessions that watch this task, which the tasks that it starts inherit."""
 
 Modules = Layer | Sequence[Layer] | Callable[[str], bool] | None
-"""Which modules: patterns of qualified names or numbers of layers, or a function of a name."""
+"""A selection of modules: patterns of names, numbers of layers, or a function of a name."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode while this lasts; then every module has its own again."""
+    """Put a model into evaluation mode; on exit, restore the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -47,14 +47,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Forward:
-    """A module's forward, while it runs.
+    """A running forward of a module.
 
-    waiting: calls made in it of which it is not known yet whether they are whole.
-    read: of every projection in it, how many positions it read, and how wide what it gave is.
-    lost: the shapes of softmaxes made in it of which no product with values was seen, by mark.
-    other: what else may attend in it, as clauses, and whether that is likely.
-    emitted: attention in it was emitted, or left out.
-    reason: why some of it was left out.
+    waiting: its calls that are still pending.
+    read: the number of positions and the output width of every projection in it.
+    lost: the shapes of its softmaxes that were not multiplied with values so far, by mark.
+    other: other possible attention in it, as clauses, and True for each that is likely.
+    emitted: True if attention in it was emitted or left out.
+    reason: the reason why some of it was left out.
     """
 
     module: nn.Module
@@ -73,18 +73,18 @@ class Forward:
 
 @outside_graphs
 def called_in_a_graph() -> None:
-    """End the graph that calls a module; the compiler's error, if it must not, has this name."""
+    """End the graph that calls a module; the compiler's error for a full graph has this name."""
 
 
 class Names:
-    """Follows which modules of a model are running, innermost last.
+    """The running modules of a model, innermost last.
 
-    Global hooks do it, so that nothing is attached to the model: hooks of a module's own would
-    switch off PyTorch's fused encoder layers and travel with copies. `begin` is called whenever
-    the outermost module starts, `end` with every forward that has ended and what it gave;
-    `watching` says of another thread whether it works for this one. If not, a model that `moves`
-    is followed there as long as no call is under way in this one; else `elsewhere` is called when
-    the model starts there.
+    They are followed by global hooks, so that nothing is attached to the model: hooks of a module
+    would disable PyTorch's fused encoder layers and be copied with it. `begin` is called whenever
+    the outermost module starts, `end` with every forward that has ended and its output. `watching`
+    returns True in another thread that works for this one. Otherwise, a model that `moves` is
+    followed there if no call is running in this thread; if one is, `elsewhere` is called when the
+    model starts there.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class Names:
 
     @property
     def here(self) -> bool:
-        """Return True in a thread that watches."""
+        """True in a thread that watches."""
         return threading.get_ident() in self._threads
 
     @property
     def away(self) -> bool:
-        """Return True in another thread than the one that began to follow."""
+        """True in another thread than the one that began to follow."""
         return threading.get_ident() != self.home
 
     @property
@@ -136,17 +136,17 @@ class Names:
         return self.crosses_in(self.stack[-1].module)
 
     def crosses_in(self, module: nn.Module) -> bool:
-        """Return True if the name of a module says so; without one, that of the one that runs."""
+        """Return True if the name of a module, or else of the running one, is cross-attention's."""
         name = self.names.get(id(module))
         return _CROSS.search(self.current if name is None else name) is not None
 
     def common(self, running: Sequence[Forward]) -> list[Forward]:
-        """The forwards that are running and were so then; all, if none was."""
+        """Return the forwards of `running` that still run; if none does, all that run now."""
         both = [now for now, then in zip(self.stack, running, strict=False) if now is then]
         return both or list(self.stack)
 
     def name(self, forward: Forward) -> str:
-        """The qualified name of the module that runs."""
+        """Return the qualified name of the module of a forward."""
         return self.names[id(forward.module)]
 
     def attends(self, forward: Forward) -> bool:
@@ -154,12 +154,12 @@ class Names:
         return _called_attention("", forward.module)
 
     def name_of(self, module: nn.Module) -> str | None:
-        """A module's qualified name; `None` if it is none of the model's."""
+        """Return a module's qualified name; `None` if it is not in the model."""
         return self.names.get(id(module))
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Let this task, and those that it starts, be the ones that watch."""
+        """Mark this task, and those that it starts, as watching."""
         _FOLLOWED.set((*_FOLLOWED.get(), self._mark))
         try:
             yield
@@ -168,7 +168,7 @@ class Names:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow while this lasts."""
+        """Follow the modules of the model."""
         before = hooks.register_module_forward_pre_hook(self.enter)
         after = hooks.register_module_forward_hook(self.leave, always_call=True)
         try:
@@ -195,7 +195,7 @@ class Names:
 
     @contextmanager
     def alone(self, module: nn.Module) -> Iterator[None]:
-        """Let a module be the outermost that runs while this lasts."""
+        """Enter a module that runs alone, and leave it afterwards."""
         self.enter(module)
         try:
             yield
@@ -221,14 +221,14 @@ class Names:
         self.stack.append(Forward(module))
 
     def leave(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
-        """Note that a module has ended, and what it gave."""
+        """Note that a module has ended, and its output."""
         here = self.stack and threading.get_ident() in self._threads
         if here and self.stack[-1].module is module:
             self._end(self.stack.pop(), output)
             self._busy = bool(self.stack)
 
     def _here(self) -> bool:
-        """Return True for a watched thread, to which a model that calls none other may move."""
+        """Return True in a watched thread, to which a model may move that runs in no other."""
         here = threading.get_ident()
         if self.stack and here in self._threads:
             return True
@@ -244,7 +244,7 @@ class Names:
     def _of_another_task(self) -> bool:
         """Return True for an asyncio task that neither watches nor was started by one that does.
 
-        Tasks of one thread take turns, so that another's calls come while this one waits.
+        Tasks of one thread alternate, so another task's calls can occur while this one waits.
         """
         if self._mark in _FOLLOWED.get():
             return False
@@ -270,7 +270,7 @@ class Names:
             return "none of its modules called a function that is known to attend"
         return (
             f"what {and_more(alike)} computed was no function that is known to attend, "
-            f"nor a softmax over the last axis that values were multiplied with"
+            f"nor a softmax over the last axis that was multiplied with values"
         )
 
 
@@ -280,7 +280,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def _task() -> Callable[[], Any]:
-    """A weak reference to the asyncio task that is running; to nothing, outside of any."""
+    """Return a weak reference to the running asyncio task, or a function that returns None."""
     asyncio: Any = sys.modules.get("asyncio")
     try:
         return weakref.ref(asyncio.current_task())
@@ -294,7 +294,7 @@ def _called_attention(name: str, module: nn.Module) -> bool:
 
 
 def attending(model: nn.Module) -> list[str]:
-    """The names of the modules that their classes call an attention, innermost ones alone.
+    """Return the names of the innermost modules whose classes are named attention.
 
     >>> attending(nn.TransformerEncoderLayer(4, 1))
     ['self_attn']
@@ -312,14 +312,14 @@ def attending(model: nn.Module) -> list[str]:
 
 
 _AROUND = ("Output", "Norm", "Block", "Model", "Mask", "Bias")
-"""How classes end that stand around attention and do not attend themselves."""
+"""Endings of the names of classes around attention that do not attend themselves."""
 
 
 def chosen(modules: Modules) -> Callable[[str, int | None], bool]:
-    """Return a function of a module's name and number: True if `modules` means it.
+    """Return a function of a module's name and number: True if `modules` selects it.
 
     Raises:
-        ValueError: something else than names, numbers or a function, such as a module itself.
+        ValueError: something other than names, numbers or a function, such as a module itself.
 
     >>> [name for n, name in enumerate(("low.attn", "high.attn")) if chosen("high.*")(name, n)]
     ['high.attn']
@@ -336,7 +336,7 @@ def chosen(modules: Modules) -> Callable[[str, int | None], bool]:
     except (TypeError, ValueError):
         raise ValueError(
             f"modules={type(modules).__name__}: give names such as 'encoder.*', numbers of layers "
-            f"such as 2 or 'L2', a list of them, or a function that says whether a name is meant."
+            f"such as 2 or 'L2', a list of them, or a function that returns True for a name."
         ) from None
     return lambda name, number: any(is_layer(layer, name, number) for layer in layers)
 
@@ -346,13 +346,13 @@ Heads = int | Mapping[str, int] | None
 
 
 def declared_heads(heads: Heads) -> Callable[[str], int | None]:
-    """Return what `heads` tells of each module: a number of heads, or their axis from the end.
+    """Return a function of a module's name: the entry of `heads`, a number or an axis from the end.
 
     Raises:
-        ValueError: something else than whole numbers other than 0 and -1 and -2.
+        ValueError: something other than whole numbers, or 0, -1 or -2.
 
-    >>> told = declared_heads({"vision.*": 4})
-    >>> told("vision.attn"), told("text.attn")
+    >>> declared = declared_heads({"vision.*": 4})
+    >>> declared("vision.attn"), declared("text.attn")
     (4, None)
     """
     given = heads if isinstance(heads, Mapping) else {"*": heads}
@@ -370,8 +370,8 @@ def declared_heads(heads: Heads) -> Callable[[str], int | None]:
 def why_left_out(modules: Modules, attended: Iterable[str]) -> str:
     """Return the reason why nothing was captured if no attending module was selected."""
     names = [name or "''" for name in attended]
-    asked = getattr(modules, "__name__", "…") if callable(modules) else repr(modules)
-    return f"modules={asked} left out all that attended: {and_more(names, 5)}"
+    selection = getattr(modules, "__name__", "…") if callable(modules) else repr(modules)
+    return f"modules={selection} left out all that attended: {and_more(names, 5)}"
 
 
 def check_model(function: str, model: object) -> str:

@@ -25,7 +25,7 @@ from .private_torch import in_backward, modes, pop_mode, push_mode
 from .ranks import place_of_heads
 
 Interceptor = Callable[["CaptureSession", Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
+"""Runs an intercepted call and reports it: (net, function, args, kwargs) -> its result."""
 
 
 class Depth(threading.local):
@@ -41,20 +41,20 @@ class Depth(threading.local):
 
 
 SILENCE = Depth()
-"""In it nobody notices what is called, for that is part of a call that is told."""
+"""Inside it nothing is captured, because it is part of a call that is already captured."""
 
 
 class CaptureSession:
-    """The modules that run, their captured calls, and what is kept between the steps of one call.
+    """The running modules, their captured calls, and the state between the steps of one call.
 
     `interceptors` handle the functions that attend, or that are a step of it; those in `always` are
     handled also while no module runs. `begin` and `elsewhere` are those of `catch()`. `noticed`
-    names the module of every call of a forward that was captured or left out, in order; `complete`
-    says of each captured one whether its module reported all of its calls itself. If a model is
-    `known` to attend in such modules alone, no others are followed. `attended` has the outermost
-    module of each forward, by its id, and the modules that attended in it; `in_graphs` the calls
-    from graphs in this forward, by their sites and modules. `numbers` has the layers' numbers, by
-    the names of modules; `heads` the declared heads of a module. Errors name the public `function`.
+    lists the module of every call of a forward that was captured or left out, in order; `complete`
+    is True for modules that reported all of their captured calls themselves. If a model is `known`
+    to attend only in such modules, no others are followed. `attended` has the outermost module of
+    each forward, by its id, and the modules that attended in it; `in_graphs` the calls from graphs
+    in this forward, by their sites and modules. `numbers` has the layers' numbers, by the names of
+    modules; `heads` the declared heads of a module. Errors name the public `function`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CaptureSession:
         )
 
     def _begin(self) -> None:
-        """The model is called anew."""
+        """Reset the state at the start of a call of the model."""
         if self.in_full and self.names.away and self.functions not in modes():
             self._away.enter_context(self.functions.on())
         self.masks.clear()
@@ -119,12 +119,12 @@ class CaptureSession:
         self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
-        """A module has given its output, which tells of the calls that it made."""
+        """Resolve the pending calls of a module by its output."""
         outer = self.names.stack[-1] if self.names.stack else None
         if outer is not None and forward.leaf:
             outer.lost |= forward.lost
-        told = forward.emitted
-        if not told:
+        emitted = forward.emitted
+        if not emitted:
             self._name_unseen(forward, outer)
         if forward.waiting:
             lost = list(forward.lost.values())
@@ -134,18 +134,18 @@ class CaptureSession:
             else:
                 outer.waiting += unknown
             self._resolve(forward, settled)
-        if told:  # what is said of its calls comes first
+        if emitted:  # the reasons for its calls come first
             self._name_unseen(forward, outer)
         if outer is None:
             self.attended.add((id(forward.module), frozenset(self.noticed)))
             self._away.close()
 
     def _name_unseen(self, forward: Forward, outer: Forward | None) -> None:
-        """Leave out what seems to attend in a module and was not seen.
+        """Leave out modules that seem to attend in a way that was not captured.
 
-        That is a softmax over as many keys as queries without a product; and in a module of which
-        nothing was seen, also what looks like a softmax by hand. Where such a module is called an
-        attention, sizes do not matter. Of a module without parts, that around it may use more.
+        Evidence is a softmax over as many keys as queries without a product; and, if nothing was
+        captured in the module, a softmax written by hand. In modules named attention, the sizes do
+        not matter. The results of a module without submodules may be used by the one around it.
         """
         if not (forward.lost or forward.other):
             return
@@ -167,7 +167,7 @@ class CaptureSession:
             self.unfollowed |= dict.fromkeys(lost, (self.names.name(forward), reason))
 
     def followed(self, mark: object) -> None:
-        """Note that a product with values was seen of the softmax of this mark."""
+        """Note that the softmax with this mark was multiplied with values."""
         for forward in self.names.stack:
             forward.lost.pop(mark, None)
         name, reason = self.unfollowed.pop(mark, ("", ""))
@@ -176,7 +176,7 @@ class CaptureSession:
             del self.names.left_out[name]
 
     def projected(self, x: Tensor, out: Tensor) -> None:
-        """Learn from what a projection reads and gives."""
+        """Resolve pending calls by the input of a projection."""
         if x.is_nested or transformed():
             return
         inner, *outer = self.names.stack[:-3:-1]
@@ -186,7 +186,7 @@ class CaptureSession:
             if forward.waiting:
                 with SILENCE, torch.no_grad():
                     settled = read(forward.waiting, x, self.names.current)
-                if forward.lost:  # a whole by itself may be a part: the module's end tells
+                if forward.lost:  # it may still be a part, which the module's output shows
                     settled = [one for one in settled if one.reason]
                 self._resolve(forward, settled)
 
@@ -200,22 +200,22 @@ class CaptureSession:
                 one.call.resolve(one.queries)
 
     def leave_out(self, forward: Forward, reason: str) -> None:
-        """Note that attention of a module is not told of, and why."""
+        """Note that attention of a module is not captured, and why."""
         name, forward.emitted, forward.reason = self.names.name(forward), True, reason
         self.noticed.append(name)
         self.names.left_out.setdefault(name, reason)
 
     def _watching(self) -> bool:
-        """Whether this thread works for the one that watches: a backward pass takes it along."""
+        """Return True if this thread runs a backward pass of a watched call."""
         return in_backward() and self.functions in modes()
 
     @property
     def open(self) -> bool:
-        """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
+        """True if calls are captured now: the model runs, and no call is being captured."""
         return not SILENCE.now and self.names.inside
 
     def captures(self, module: nn.Module) -> bool:
-        """Return True if calls that this module tells of are to be noticed now."""
+        """Return True if calls that this module reports itself are captured now."""
         if self.in_full:
             return self.open
         return not SILENCE.now and self.names.captures(module)
@@ -227,10 +227,10 @@ class CaptureSession:
         among: Forward | None = None,
         module: nn.Module | None = None,
     ) -> Tensor | None:
-        """Let the listener hear of a call; gives what is to take the place of its output.
+        """Pass a call to the listener; return the replacement of its output, if any.
 
-        A call that may be a part is `waiting` until more is known, in the forward that it is
-        `among` (the innermost). Where the `module` that attends has told of it, no hook was needed.
+        A call that may be a part is `waiting` until it is resolved, in the forward `among` (by
+        default the innermost). `module` is the module that reported the call without a hook.
         """
         if not self.names.stack:  # without hooks: a part of the model is called alone
             if module is None or in_backward():  # or of one that ran before
@@ -257,17 +257,17 @@ class CaptureSession:
         else:
             with SILENCE:
                 new = self.listener(call)
-        if waiting is not None and waiting.there is None:
-            waiting.made = waiting.made if new is None else new
+        if waiting is not None and waiting.total_queries is None:
+            waiting.out = waiting.out if new is None else new
             among.waiting.append(waiting)
         return new
 
     def _number(self, name: str) -> None:
-        """Give a module that attends the next number, if it has none."""
+        """Assign the next number to a module that attends, if it has none."""
         self.numbers.setdefault(name, len(self.numbers))
 
     def refuse_transforms(self, name: str | None = None) -> None:
-        """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
+        """Raise ValueError under a transform of `torch.func`, whose tensors have no values."""
         if transformed():
             name = self.names.current if name is None else name
             raise ValueError(
@@ -277,7 +277,7 @@ class CaptureSession:
 
 
 class Functions(TorchFunctionMode):
-    """Sees PyTorch's functions, and lets those that are known go their interceptors."""
+    """Function mode that passes PyTorch's functions to their interceptors."""
 
     def __init__(self, net: CaptureSession) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """See while this lasts, whatever modes come after this one and outlast it."""
+        """Enable the mode, whatever modes are entered after this one and outlast it."""
         push_mode(self)
         try:
             yield
@@ -296,7 +296,7 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """See nothing while this lasts; the other modes stay as they are."""
+        """Disable the mode; other modes stay enabled."""
         if self not in modes():
             yield
             return
@@ -312,7 +312,7 @@ class Functions(TorchFunctionMode):
                 push_mode(mode)
 
     def _taken_off(self) -> list[Any]:
-        """Take this mode off the stack, and those above it, which are returned, innermost last."""
+        """Pop this mode and those above it; return the latter, innermost last."""
         above: list[Any] = []
         while (mode := pop_mode()) is not self:
             above.insert(0, mode)
@@ -326,27 +326,27 @@ class Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         net, kwargs = self.net, kwargs or {}
-        route = net.interceptors.get(func)  # most functions have none, and every one comes by
+        route = net.interceptors.get(func)  # most functions have none
         if route is None or not (func in net.always or net.open):
             return func(*args, **kwargs)
         return route(net, func, args, kwargs)
 
 
 class RefcountedPatch:
-    """Something of another library's, replaced while any net is out, of whatever thread.
+    """A patch of another library that is active while any session of any thread uses it.
 
-    `replace` puts the replacement in place, and gives what undoes that.
+    `replace` applies the patch and returns the function that undoes it.
     """
 
     def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:
         self._replace = replace
         self._restore: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self.everyone: tuple[CaptureSession, ...] = ()  # all nets that are out, of whatever thread
+        self.everyone: tuple[CaptureSession, ...] = ()  # all sessions of all threads
 
     @contextmanager
     def activate(self, net: CaptureSession) -> Iterator[None]:
-        """RefcountedPatch while this lasts; `net` is among those that listen."""
+        """Keep the patch active for a session."""
         with self._lock:
             if not self.everyone:
                 self._restore = self._replace()
@@ -361,5 +361,5 @@ class RefcountedPatch:
 
     @property
     def nets(self) -> tuple[CaptureSession, ...]:
-        """The nets that listen now, in this thread, outermost first."""
+        """The sessions that capture now in this thread, outermost first."""
         return tuple(net for net in self.everyone if net.open)

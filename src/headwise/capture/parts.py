@@ -1,9 +1,9 @@
-"""Whether a call is all that its module attends, and its batch rows and heads are what they seem.
+"""Check that a captured call is complete, and that its batch rows and heads are what they seem.
 
-A product of probabilities with values may be a few of a module's queries, a block of its sequence,
-or a share of its keys. What becomes of the product tells: side by side, the outputs of all heads
-are what the next projection reads, or what the module puts out, position for position. Until that
-is seen, a call waits. One that turns out to be a part is left out, with the reason.
+A product of probabilities with values may cover only some queries of a module, a block of its
+sequence, or some of its keys. A call is complete if the outputs of all heads, side by side, are
+the input of the next projection or the output of the module, position for position. Until this is
+known, the call is pending. A call that covers only a part is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -22,74 +22,77 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call of which it is not known yet whether it is whole.
+    """A call that may be complete or cover only a part of its module's attention.
 
     Args:
         name: the qualified name of its module.
-        quote: how reasons quote the call.
-        made: the heads' outputs `[B, H, T, Dv]` that the model goes on with.
-        shape: that of the product itself.
-        keys: how many keys count.
-        sure: the number of heads is known; else it is what axes mostly are.
-        told: somebody has said which axis is heads: others are batch rows, also windows that
-            overlap or are padded.
-        by_hand: a product, which may be of a share of the keys; a function's call is not.
+        quote: the quotation of the call in reasons.
+        out: the heads' outputs `[B, H, T, Dv]` that the model continues with.
+        shape: the shape of the product itself.
+        keys: the number of keys that count.
+        sure: the number of heads is known; otherwise it is inferred from the usual order of axes.
+        declared: the head axis was given by the user; the other leading axes are batch rows,
+            including windows that overlap or are padded.
+        by_hand: a product written out in the model, which may cover only some keys; the call of a
+            function covers all.
         queries_first: the product itself has its queries before its batch rows.
-        sliced: outputs of some of its queries were read or returned side by side, as those of one
-            of two streams of tokens that attend together.
+        callbacks: functions to call with `total_queries` once the call is known to be complete.
+        total_queries: the number of queries of the module, over the batch; None until it is known.
+        sliced: outputs of some of its queries were read or returned side by side, as for one of
+            two streams of tokens that attend jointly.
         streams: the ranges of queries whose outputs a projection of their own reads, with its name.
     """
 
     name: str
     quote: str
-    made: Tensor
+    out: Tensor
     shape: torch.Size
     keys: int
     sure: bool = True
-    told: bool = False
+    declared: bool = False
     by_hand: bool = False
     queries_first: bool = False
-    then: list[Callable[[int], None]] = field(default_factory=list)
-    there: int | None = None
+    callbacks: list[Callable[[int], None]] = field(default_factory=list)
+    total_queries: int | None = None
     sliced: bool = False
     streams: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows, self.heads, self.queries, self.width = self.made.shape
+        self.rows, self.heads, self.queries, self.width = self.out.shape
 
     def on_complete(self, keep: Callable[[int], None]) -> None:
-        """Call `keep` with the number of queries that there are, as soon as that is known."""
-        if self.there is None:
-            self.then.append(keep)
+        """Call `keep` with the total number of queries as soon as it is known."""
+        if self.total_queries is None:
+            self.callbacks.append(keep)
         else:
-            keep(self.there)
+            keep(self.total_queries)
 
     def resolve(self, queries: int) -> None:
-        """It is whole, one of so many queries."""
-        self.there = queries
-        for keep in self.then:
+        """Record that the call is complete, with this total number of queries."""
+        self.total_queries = queries
+        for keep in self.callbacks:
             keep(queries)
-        self.then.clear()
+        self.callbacks.clear()
 
     @property
     def seen(self) -> int:
-        """How many queries it has, over the batch."""
+        """The number of queries of the call, over the batch."""
         return self.rows * self.queries
 
     @property
     def turnable(self) -> bool:
-        """Whether heads could stand where batch rows were taken to stand."""
+        """True if the axes of batch rows and heads may have been confused."""
         return self.rows == self.heads or (len(self.shape) < 4 and self.heads > 1)
 
     @property
     def wide(self) -> int:
-        """How wide all heads are side by side."""
+        """The width of all heads side by side."""
         return self.heads * self.width
 
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """What was found of a call: of how many queries it is one, or why it is left out."""
+    """The result for a pending call: its total number of queries, or why it is left out."""
 
     call: PendingCall
     queries: int = 0
@@ -100,33 +103,33 @@ class ResolvedCall:
 
 
 def read(waiting: Sequence[PendingCall], x: Tensor, name: str = "") -> list[ResolvedCall]:
-    """What a projection of this name tells that reads `x`, `[…, H · Dv]`."""
-    if x.dim() < 3:  # positions of all rows in one axis tell nothing
+    """Return the calls that are resolved because projection `name` reads `x`, `[…, H · Dv]`."""
+    if x.dim() < 3:  # the positions of all rows in one axis are ambiguous
         return []
     for w in waiting:
         if begins := _slices(w, x):
             w.sliced = True
             if len(begins) == 1:
                 w.streams.setdefault((begins[0], begins[0] + x.shape[1]), name)
-    alike = [w for w in waiting if x.numel() == w.made.numel() and x.shape[-1] % w.width == 0]
+    alike = [w for w in waiting if x.numel() == w.out.numel() and x.shape[-1] % w.width == 0]
     if len(alike) > 1:  # which of them is it?
-        alike = [w for w in alike if _joins(w.made.detach(), x)]
+        alike = [w for w in alike if _joins(w.out.detach(), x)]
     return [_read(w, x) for w in alike] or _chunks(waiting, x)
 
 
 def _read(w: PendingCall, x: Tensor) -> ResolvedCall:
-    """What `x` tells, as many numbers as the heads' outputs, features last."""
+    """Resolve a call by `x`, which has as many elements as the heads' outputs, features last."""
     if x.shape[-1] != w.wide:
         return _left(w, f"has {w.heads} heads by its axes, and joins {x.shape[-1] // w.width}")
     place = _place(x.shape[:-1], w)
-    told = w.made.detach()
-    if place and w.turnable and not _joins(told, x):
-        turned = told.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
+    out = w.out.detach()
+    if place and w.turnable and not _joins(out, x):
+        turned = out.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
         if _joins(turned, x):
             return _left(w, f"has its {w.heads} heads where batch rows mostly stand")
     if place == "queries first" and x.shape[1] % x.shape[0] == 0 and not w.queries_first:
         # or a batch of blocks
-        place = place if _same(told.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
+        place = place if _same(out.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
     return ResolvedCall(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
 
 
@@ -135,17 +138,17 @@ def _slices(w: PendingCall, x: Tensor) -> list[int]:
     count = x.shape[1] if x.dim() == 3 else 0
     if not 0 < count < w.queries or len(x) != w.rows or x.shape[-1] != w.wide:
         return []
-    joined = w.made.detach().transpose(1, 2).reshape(w.rows, w.queries, w.wide)
+    joined = w.out.detach().transpose(1, 2).reshape(w.rows, w.queries, w.wide)
     if joined.dtype != x.dtype:
         return []
     begins = (joined == x[:, :1]).all(-1).all(0)[: w.queries - count + 1].nonzero()[:, 0].tolist()
     return [begin for begin in begins if _same(joined[:, begin : begin + count], x)]
 
 
-def _joins(made: Tensor, x: Tensor) -> bool:
-    """Whether `x` is the heads' outputs `[B, H, T, Dv]` side by side."""
+def _joins(out: Tensor, x: Tensor) -> bool:
+    """Return True if `x` is the heads' outputs `[B, H, T, Dv]` side by side."""
     turns = ((0, 2, 1, 3), (2, 0, 1, 3))
-    return any(_same(made.permute(turn).reshape(x.shape), x) for turn in turns)
+    return any(_same(out.permute(turn).reshape(x.shape), x) for turn in turns)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -155,10 +158,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _place(axes: Sequence[int], w: PendingCall) -> str:
-    """How positions along these axes are the call's; empty if they are not."""
+    """Return the order in which these axes hold the positions of a call; "" if they do not."""
     if prod(axes) != w.seen:
         return ""
-    if w.told or len(axes) == 1 or w.rows in accumulate(axes[:-1], mul, initial=1):
+    if w.declared or len(axes) == 1 or w.rows in accumulate(axes[:-1], mul, initial=1):
         return "rows first"
     return "queries first" if tuple(axes) == (w.queries, w.rows) else ""
 
@@ -192,7 +195,7 @@ def streams_of(w: PendingCall) -> dict[str, tuple[int, int]]:
 
 
 _TEXT = re.compile("txt|text|add|context|caption")
-"""The names of projections of the text in joint attention."""
+"""The names of text projections in joint attention."""
 
 
 # ── a module ends ───────────────────────────────────────────────────────────────────────────────
@@ -201,12 +204,12 @@ _TEXT = re.compile("txt|text|add|context|caption")
 def at_end(
     waiting: Sequence[PendingCall], output: Any, lost: Sequence[torch.Size], before: str = ""
 ) -> tuple[list[ResolvedCall], list[PendingCall]]:
-    """What the end of a module tells, and the calls of which it tells nothing.
+    """Return the calls that the output of a module resolves, and those that stay pending.
 
     Args:
-        output: what the module gave.
-        lost: the shapes of softmaxes in it of which no product with values was seen.
-        before: why another of its calls is left out.
+        output: the module's output.
+        lost: the shapes of the softmaxes in it that were not seen to be multiplied with values.
+        before: the reason why another of its calls is left out.
     """
     weights = {(w.queries, w.keys) for w in waiting}
     given = [x for x in _tensors(output) if x.dim() > 1]
@@ -217,7 +220,7 @@ def at_end(
         return [], list(waiting)
     for w in waiting:
         w.sliced = w.sliced or bool(_slices(w, x))
-    found = [_read(w, x) for w in waiting if (x.numel(), x.shape[-1]) == (w.made.numel(), w.wide)]
+    found = [_read(w, x) for w in waiting if (x.numel(), x.shape[-1]) == (w.out.numel(), w.wide)]
     found = [one for one in found if one.reason]
     rest = [w for w in waiting if all(w is not one.call for one in found)]
     streams = [x.shape for x in others if x.dim() == 3]
@@ -226,7 +229,7 @@ def at_end(
         for w in rest
         if w.sliced
         or _of_streams(w, streams)
-        or any(_place(axes, w) or (w.told and prod(axes) < w.seen) for axes in _axes(x))
+        or any(_place(axes, w) or (w.declared and prod(axes) < w.seen) for axes in _axes(x))
     ]
     rest = [w for w in rest if w not in whole]
     found += _of_shares(whole, lost)
@@ -249,14 +252,14 @@ def _of_streams(w: PendingCall, streams: Sequence[torch.Size]) -> bool:
 
 
 def at_last(w: PendingCall) -> ResolvedCall:
-    """What there is to say of a call of which nothing told."""
+    """Resolve a call that is still pending when the model's forward ends."""
     if w.sure or len(w.shape) > 3:
         return ResolvedCall(w, w.seen)
-    return _left(w, "is of a number of heads that nothing tells")
+    return _left(w, "has an unknown number of heads")
 
 
 def _tensors(given: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors of numbers in what a module gave."""
+    """Yield the floating-point tensors in the output of a module."""
     if isinstance(given, Tensor) and given.is_floating_point() and given.layout is torch.strided:
         yield given
     if isinstance(given, dict | tuple | list) and depth:
@@ -265,13 +268,13 @@ def _tensors(given: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _axes(x: Tensor) -> list[tuple[int, ...]]:
-    """The axes of an output's positions: features are the last one, of images the second too."""
+    """Return the possible position axes of an output; features are last, or second for images."""
     shape = tuple(x.shape)
     return [shape[:-1]] + ([shape[:1] + shape[2:]] if len(shape) == 4 else [])
 
 
 def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list[ResolvedCall]:
-    """What to say of whole calls, whose queries others may see too, with shares of the keys."""
+    """Resolve calls with all queries, some of which may cover only some keys."""
     sizes = [(w.rows, w.heads, w.queries) for w in whole if w.by_hand]
     found = []
     for w in whole:
@@ -280,7 +283,7 @@ def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list
         others = sum(prod(shape[:-1]) == w.heads * w.seen for shape in lost if w.heads > 1)
         if number > 1 and not one_by_one:
             reason = (
-                f"is one of {number} products of the same queries, of shares of the keys, maybe"
+                f"is one of {number} products of the same queries, perhaps with shares of the keys"
             )
         elif others:
             more = f"{others} more softmax{'es' * (others > 1)} of its queries"
@@ -293,7 +296,7 @@ def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list
 
 
 def _chunks(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
-    """What to say of several calls, each of some queries of a whole; nothing if they are not."""
+    """Resolve several calls, each with some of the queries; return [] if they are not."""
     if len(waiting) < 2 or len({(w.rows, w.heads, w.width) for w in waiting}) > 1:
         return []
     rows, queries = waiting[0].rows, sum(w.queries for w in waiting)
@@ -305,14 +308,14 @@ def _chunks(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
     alone = all(w.queries == w.keys for w in waiting)  # each is a sequence by itself
     if alone or (len(before) == 1 and min(before) >= 0):
         return [ResolvedCall(w, w.seen) for w in waiting]
-    reason = f"is one of {len(waiting)} products of some queries: nothing tells where these stand"
+    reason = f"is one of {len(waiting)} products of some queries, whose positions are unknown"
     return [_left(w, reason) for w in waiting]
 
 
 def _of_others(
     w: PendingCall, rest: Sequence[PendingCall], axes: tuple[int, ...], lost: int
 ) -> ResolvedCall:
-    """What to say of a call whose module puts out other positions than its queries."""
+    """Resolve a call whose module returns other positions than its queries."""
     queries, seen = prod(axes), sum(other.seen for other in rest)
     one_for_each = len(axes) == 1  # one vector for each row, of all its positions
     if w.rows not in (axes if one_for_each else accumulate(axes[:-1], mul, initial=1)):
@@ -334,5 +337,5 @@ def _left(w: PendingCall, reason: str) -> ResolvedCall:
 def _misread(w: PendingCall, axes: Sequence[int]) -> str:
     return (
         f"has {w.rows} × {w.queries} queries by its axes, and positions are {list(axes)}: batch "
-        f"rows, heads and blocks cannot be told apart"
+        f"rows, heads and blocks cannot be distinguished"
     )

@@ -1,7 +1,7 @@
-"""Private parts of PyTorch that watching rests on, all in one place.
+"""The private parts of PyTorch that capturing depends on, all in one file.
 
-PyTorch promises none of them. `tests/capture/test_private_torch.py` has a test for each, which
-fails on the day that PyTorch changes it.
+PyTorch guarantees none of them. `tests/capture/test_private_torch.py` has a test for each, which
+fails if PyTorch changes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-__all__ = ["set_eval_frame"]  # sets the compiler of this thread, and gives the one before
+__all__ = ["set_eval_frame"]  # sets the compiler of this thread, and returns the previous one
 
 
 # ── function modes ──────────────────────────────────────────────────────────────────────────────
 
 
 def modes() -> list[Any]:
-    """Return this thread's function modes, the innermost last. A backward pass takes them along."""
+    """Return this thread's function modes, innermost last. Backward passes inherit them."""
     return overrides._get_current_function_mode_stack()
 
 
@@ -42,15 +42,15 @@ def pop_mode() -> Any:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running in this thread."""
+    """Return True if a backward pass is running in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def unnoticed(modes_of: type, hooks_of: type) -> Callable[[], None]:
     """Let PyTorch ignore function modes of one class, and global hooks whose owner is of another.
 
-    It takes its fused layers only where nobody asks for torch functions, and compiled modules,
-    which call global hooks twice, warn of these. Return what undoes that.
+    It uses its fused layers only if no function mode is active, and compiled modules, which call
+    global hooks twice, warn about these. Return a function that undoes it.
     """
 
     def has_torch_function(tensors: Any) -> bool:
@@ -75,7 +75,7 @@ def unnoticed(modes_of: type, hooks_of: type) -> Callable[[], None]:
 
 
 def twin(function: Any, **names: Any) -> Callable[..., Any]:
-    """Return the same function with some of the names that its code looks up changed."""
+    """Return a copy of a function with some of its global names replaced."""
     found = types.FunctionType(
         function.__code__,
         function.__globals__ | names if names else function.__globals__,
@@ -88,14 +88,14 @@ def twin(function: Any, **names: Any) -> Callable[..., Any]:
 
 
 def without_dispatch(function: Any) -> Callable[..., Any]:
-    """Return a function of PyTorch's that does not ask for function modes itself.
+    """Return a copy of a PyTorch function that is not dispatched to function modes itself.
 
-    Run inside a mode, what it calls is seen and it is not.
+    Inside a mode, only the functions that it calls are intercepted.
     """
-    return twin(function, **dict.fromkeys(_ASKING, lambda *_: False))
+    return twin(function, **dict.fromkeys(_DISPATCH_CHECKS, lambda *_: False))
 
 
-_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_DISPATCH_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 def parameters(function: Any) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def parameters(function: Any) -> tuple[str, ...]:
 def arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of an operator, such as `torch.ops.aten.add.Tensor`, by name.
 
-    Those that were not given have their defaults.
+    Missing ones have their defaults.
     """
     known = _defaults(operator)
     return known | dict(zip(known, args, strict=False)) | kwargs
@@ -118,7 +118,7 @@ def _defaults(operator: Any) -> dict[str, Any]:
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Replace an attribute, such as a function's `__code__`; return what undoes that."""
+    """Replace an attribute, such as a function's `__code__`; return a function that undoes it."""
     inherited = isinstance(owner, type) and name not in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -126,7 +126,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def replace_all(*changes: tuple[Any, str, Any]) -> Callable[[], None]:
-    """Replace several attributes; return what undoes that."""
+    """Replace several attributes; return a function that undoes it."""
     undo = [replace(*change) for change in changes]
 
     def restore() -> None:
@@ -137,7 +137,7 @@ def replace_all(*changes: tuple[Any, str, Any]) -> Callable[[], None]:
 
 
 def global_hooks() -> list[Callable[..., Any]]:
-    """Return the hooks on all modules that are on. Compiled modules warn if there are any."""
+    """Return the active global module hooks. Compiled modules warn if there are any."""
     every = (
         hooks._global_backward_pre_hooks,
         hooks._global_backward_hooks,
@@ -151,14 +151,14 @@ def global_hooks() -> list[Callable[..., Any]]:
 
 
 class LogSumExp(TorchDispatchMode):
-    """Takes the log-sum-exp of a call of `F.scaled_dot_product_attention`, if its kernel has one.
+    """Mode that records the log-sum-exp of `F.scaled_dot_product_attention`, if its kernel has one.
 
-    The call's output is the kernel's own, bit for bit: it is told to write the log-sum-exp too.
+    The output keeps its bits: the same kernel runs, with the log-sum-exp as an additional output.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[Tensor] = []
+        self._recorded: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -170,14 +170,14 @@ class LogSumExp(TorchDispatchMode):
             args = (*args[:4], True, *args[5:])
         out = func(*args, **(kwargs or {}))
         if func in _WITH_LSE:
-            self._found.append(out[1])
+            self._recorded.append(out[1])
         return out
 
     def of(self, heads: int, queries: int) -> Tensor | None:
         """Return the log-sum-exp `[B, H, T]` of a single call with so many heads and queries."""
-        if len(self._found) != 1 or not self._found[0].numel():
+        if len(self._recorded) != 1 or not self._recorded[0].numel():
             return None
-        lse = self._found[0].detach()
+        lse = self._recorded[0].detach()
         lse = lse[..., 0] if lse.dim() == 4 else lse
         fits = lse.dim() == 3 and lse.shape[1] == heads and lse.shape[2] >= queries
         return lse[..., :queries] if fits else None
@@ -197,7 +197,7 @@ _WITH_LSE = (
 
 
 def uncompiled(code: types.CodeType) -> types.CodeType:
-    """Return the same code from a file that PyTorch's compiler leaves alone."""
+    """Return a copy of a code object with a file name that PyTorch's compiler skips."""
     return code.replace(co_filename="<frozen importlib of headwise>")
 
 
@@ -207,13 +207,13 @@ def compiler() -> Any:
 
 
 def forced_eager() -> bool:
-    """Whether `torch.compiler.set_stance("force_eager")` is on."""
+    """Return True under `torch.compiler.set_stance("force_eager")`."""
     loaded = compiler()
     return loaded is not None and loaded._stance.stance == "force_eager"
 
 
 def compiled(module: nn.Module) -> str:
-    """Return how a module was compiled; empty if it was not."""
+    """Return the kind of compilation of a module as a clause; "" if it is not compiled."""
     if "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
         return "compiled by torch.compile"
     forward = vars(module).get("forward")
@@ -227,30 +227,30 @@ def compiled(module: nn.Module) -> str:
 def compile_with(
     wrap: Callable[[Any, types.FrameType], Any], ended: Callable[[types.FrameType], None]
 ) -> Callable[[], None]:
-    """Let PyTorch's compiler compile frames by what `wrap` makes of its own callback.
+    """Let PyTorch's compiler use the callback that `wrap` returns for its own callback.
 
-    `wrap` is called when compiled code starts, and `ended` when it has ended, with the same frame,
-    which others may be given to, too. Return what undoes that. Graphs are kept by the backend: that
-    of the callback, unless `wrap` has made one by `compiling_with()`.
+    `wrap` is called when compiled code starts, and `ended` when it has ended, both with the calling
+    frame; `ended` may also be called with other frames. Return a function that undoes it. Graphs
+    are cached by backend: that of the callback, unless `wrap` returns one of `compiling_with()`.
     """
     before, set_frame = compiler()._callback_from_stance, compiler().set_eval_frame
 
     def set_eval_frame(callback: Any) -> Any:
-        found = set_frame(callback)
+        previous = set_frame(callback)
         if callback is None:
             ended(sys._getframe(1))
-        return found
+        return previous
 
     set_eval_frame.__code__ = uncompiled(set_eval_frame.__code__)  # it runs in compiled code
 
     def callback_from_stance(callback: Any) -> Any:
-        found = before(callback)
-        if not callable(found):  # nothing is compiled now
-            return found
-        made = wrap(found, sys._getframe(1))
-        if made is not None and not hasattr(made, "_torchdynamo_orig_backend"):
-            made._torchdynamo_orig_backend = found
-        return made
+        original = before(callback)
+        if not callable(original):  # nothing is compiled now
+            return original
+        wrapped = wrap(original, sys._getframe(1))
+        if wrapped is not None and not hasattr(wrapped, "_torchdynamo_orig_backend"):
+            wrapped._torchdynamo_orig_backend = original
+        return wrapped
 
     return replace_all(
         (compiler(), "_callback_from_stance", callback_from_stance),
@@ -259,32 +259,32 @@ def compile_with(
 
 
 def backend_of(callback: Any) -> Any:
-    """Return the backend by which a callback of the compiler makes graphs."""
+    """Return the backend of a compiler callback."""
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return callback
 
 
 def compiling_with(backend: Callable[..., Any]) -> Any:
-    """Return a callback of the compiler that makes graphs by a backend."""
+    """Return a compiler callback with this backend."""
     return compiler()._create_wrapped_callback(backend)
 
 
 def more_graphs() -> Any:
-    """Allow twice as many graphs of a function while this lasts: some are for others alone."""
+    """Double the limit of recompilations: instrumented and plain graphs both count."""
     config: Any = sys.modules["torch._dynamo.config"]
     return config.patch(recompile_limit=2 * config.recompile_limit)
 
 
 def not_compiled() -> Any:
-    """Return what a callback of the compiler returns of a frame that is to run as it is written."""
+    """Return the result of a compiler callback for a frame that runs in eager mode."""
     dynamo: Any = sys.modules["torch._dynamo.types"]
     default = dynamo.FrameAction.DEFAULT
     return dynamo.ConvertFrameReturn(dynamo.FrameExecStrategy(default, default), False)
 
 
 def add_buffer(graph: torch.fx.GraphModule, name: str, tensor: Tensor) -> None:
-    """Give a graph that the compiler has recorded one more tensor, which nothing else holds."""
+    """Add a tensor to a graph of the compiler as a buffer."""
     graph.register_buffer(name, tensor)
     sources = getattr(graph, "_param_name_to_source", None)
     if sources is not None:
@@ -294,30 +294,30 @@ def add_buffer(graph: torch.fx.GraphModule, name: str, tensor: Tensor) -> None:
 
 
 def example_of(node: torch.fx.Node) -> Any:
-    """Return what an input of a graph was when the compiler recorded it; None if it is gone."""
+    """Return the value of a graph's input when the compiler recorded it; None if it is freed."""
     return getattr(node.meta.get("grapharg"), "example", None)
 
 
 def hint_of(size: torch.SymInt) -> int:
-    """Return what a size was when a graph was made that is for others, too."""
+    """Return the value of a dynamic size when the compiler recorded the graph."""
     return int(size.node.hint)
 
 
 def skipped(code: types.CodeType) -> bool:
-    """Whether PyTorch's compiler leaves this code alone."""
+    """Return True if PyTorch's compiler skips this code."""
     return bool(sys.modules["torch._dynamo.trace_rules"].check(code))
 
 
 def outside_graphs(function: _F) -> _F:
-    """Decorate a function that a graph ends before, and that one which must not end refuses.
+    """Decorate a function that causes a graph break, which is an error in a full graph.
 
-    The compiler itself is loaded when the function first runs, not here.
+    The compiler is loaded when the function first runs, not here.
     """
     return torch._disable_dynamo(function)  # type: ignore[return-value]
 
 
 def traced() -> bool:
-    """Return True if the compiler or `torch.jit.trace` records what is computed."""
+    """Return True if the compiler or `torch.jit.trace` is tracing."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
@@ -327,7 +327,7 @@ def autocast() -> bool:
 
 
 def has_parts(module: nn.Module) -> bool:
-    """Return True if a module has others inside."""
+    """Return True if a module has submodules."""
     return bool(module._modules)
 
 
@@ -337,7 +337,7 @@ def table_of(bias: Any, device: torch.device) -> Tensor:
 
 
 def version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place, as far as PyTorch has counted."""
+    """Return the number of in-place changes of a tensor that PyTorch has counted."""
     return 0 if x.is_inference() else x._version
 
 
@@ -345,9 +345,9 @@ def version(x: Tensor) -> int:
 
 
 def skipped_since_update(scaler: Any) -> bool | None:
-    """Return whether a GradScaler has skipped a step of an optimizer since its last `update()`.
+    """Return True if a GradScaler has skipped an optimizer step since its last `update()`.
 
-    `None` where no optimizer has stepped since then, or where the scaler does not tell.
+    `None` if no optimizer has stepped since then, or if the scaler does not record it.
     """
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     stepped = [state for state in states if state["stage"].name == "STEPPED"]
@@ -360,7 +360,7 @@ def skipped_since_update(scaler: Any) -> bool | None:
 
 
 def store_of_group() -> Any:
-    """Return the key-value store by which the ranks of the default group have met."""
+    """Return the key-value store of the default process group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()

@@ -88,12 +88,11 @@ def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
     """
     check_model("prune_", model)
     call = f"prune_({type(model).__name__}, {reprlib.repr(heads)})"
-    asked = heads_by_layer(model, heads, call)
-    found = _attention_of(model, call)
-    chosen = _chosen(model, found, asked, call)
+    layers = _attention_of(model, call)
+    chosen = _chosen(model, layers, heads_by_layer(model, heads, call), call)
     for one in chosen:
         one.choose(call)
-    _check_together(found, chosen, call)
+    _check_together(layers, chosen, call)
     config = _config_after(model, chosen)
     for one in chosen:
         one.check(config is not None, call)
@@ -108,11 +107,11 @@ def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
     elif hasattr(getattr(model, "config", None), "to_dict"):
         gone = {name: vars(module).get("pruned_heads") for name, module in modules.items()}
         model.config.pruned_heads = {name: one for name, one in gone.items() if one}  # type: ignore[union-attr]
-    return {one.name: len(one.kept) for one in chosen}
+    return {one.name: len(one.left) for one in chosen}
 
 
 @dataclass(eq=False)
-class _Attention:
+class _PrunedAttention:
     """An attention module: its name in tables, its place, its streams and what is removed of it."""
 
     name: str
@@ -122,7 +121,7 @@ class _Attention:
     sizes: list[LayerSizes] = field(default_factory=list)
     patterns: list[Mapping[str, tuple[str, str]]] = field(default_factory=list)
     remove: set[int] = field(default_factory=set)
-    kept: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
 
     @property
@@ -170,7 +169,7 @@ class _Attention:
                 f"groups, or as many heads of each."
             )
         columns = zip(*left, strict=True) if self.layers[0].layout.turns else left
-        self.kept = [head for one in columns for head in one]
+        self.left = [head for one in columns for head in one]
         if not any(_numbers(self.owner, _HEADS, sizes.num_heads)) and not any(
             _numbers(self.owner, _HEAD_WIDTHS, sizes.head_dim)
         ):
@@ -200,20 +199,20 @@ class _Attention:
                 short = self._inside(full)
                 heads, groups = (
                     torch.tensor(index, device=state[short].device)
-                    for index in (self.kept, self.groups)
+                    for index in (self.left, self.groups)
                 )
                 new[short] = subset(*patterns[name], state[short], sizes, heads, groups)
         ours = [name for name in state if _OF_HEADS.search(name)]
-        return new | {name: state[name][..., self.kept].clone() for name in ours}
+        return new | {name: state[name][..., self.left].clone() for name in ours}
 
-    def check(self, config_says: bool, call: str) -> None:
+    def check(self, config_fits: bool, call: str) -> None:
         """Compare the pruned module with one whose heads give 0, if it can be called by itself.
 
         Raises:
             ValueError: it fails, or gives something else.
         """
         at = f"{call}: in {self.name!r} ({type(self.owner).__name__})"
-        if not config_says and _reads_config(self.owner):
+        if not config_fits and _reads_config(self.owner):
             raise ValueError(
                 f"{at}: it reads the number of its heads from the config, which holds for all "
                 f"layers; remove as many heads of every layer."
@@ -254,7 +253,7 @@ class _Attention:
 
     def apply(self, owner: nn.Module) -> None:
         """Replace the parameters of a module, and its attributes that hold sizes."""
-        sizes, heads, groups = self.sizes[0], len(self.kept), len(self.groups)
+        sizes, heads, groups = self.sizes[0], len(self.left), len(self.groups)
         changes = [
             (_WIDTHS, sizes.num_heads * sizes.head_dim, heads * sizes.head_dim),
             (_KV_WIDTHS, sizes.num_kv_heads * sizes.head_dim, groups * sizes.head_dim),
@@ -321,7 +320,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return {as_written(name): module for name, module in model.named_modules()}
 
 
-def _attention_of(model: nn.Module, call: str) -> list[_Attention]:
+def _attention_of(model: nn.Module, call: str) -> list[_PrunedAttention]:
     """Return every attention module of a known layout, in the order of the model's parts.
 
     Raises:
@@ -338,50 +337,55 @@ def _attention_of(model: nn.Module, call: str) -> list[_Attention]:
     except ValueError as error:
         raise ValueError(f"{call}: {str(error).removeprefix('detect_layout(…): ')}") from None
     modules, names = _modules(model), attending(model)
-    found: dict[str, _Attention] = {}
+    found: dict[str, _PrunedAttention] = {}
     for layer in layers:
         place = layer.prefix.rstrip("./")
         if place not in modules:  # the second stream of one module
             place = place.rpartition(".")[0]
         inside = [name for name in names if f"{name}.".startswith(f"{place}." if place else "")]
         name = inside[0] if len(inside) == 1 else place
-        found.setdefault(place, _Attention(name, place, modules[place], [])).layers.append(layer)
+        found.setdefault(place, _PrunedAttention(name, place, modules[place], [])).layers.append(
+            layer
+        )
     order = {name: number for number, name in enumerate(modules)}
     return sorted(found.values(), key=lambda one: order[one.place])
 
 
 def _chosen(
-    model: nn.Module, found: list[_Attention], asked: Mapping[Layer, tuple[int, ...]], call: str
-) -> list[_Attention]:
+    model: nn.Module,
+    layers: list[_PrunedAttention],
+    given: Mapping[Layer, tuple[int, ...]],
+    call: str,
+) -> list[_PrunedAttention]:
     """Return the modules whose heads are given, with these heads."""
-    for layer, heads in asked.items():
+    for layer, heads in given.items():
         if isinstance(layer, int):
-            _check_numbers(model, found, layer, call)
-        meant = [
+            _check_numbers(model, layers, layer, call)
+        matching = [
             one
-            for number, one in enumerate(found)
+            for number, one in enumerate(layers)
             if layer == number
             or (
                 isinstance(layer, str)
                 and (fnmatchcase(one.name, layer) or fnmatchcase(one.place, layer))
             )
         ]
-        if not meant:
-            names = ", ".join(repr(one.name) for one in found[:6])
+        if not matching:
+            names = ", ".join(repr(one.name) for one in layers[:6])
             raise ValueError(
-                f"{call}: no attention of a known layout is {layer!r}; there are {len(found)}: "
+                f"{call}: no attention of a known layout is {layer!r}; there are {len(layers)}: "
                 f"{names}."
             )
-        for one in meant:
+        for one in matching:
             one.remove |= set(heads)
-    return [one for one in found if one.remove]
+    return [one for one in layers if one.remove]
 
 
-def _check_numbers(model: nn.Module, found: list[_Attention], layer: int, call: str) -> None:
+def _check_numbers(model: nn.Module, layers: list[_PrunedAttention], layer: int, call: str) -> None:
     """Raise ValueError if the order of the first calls of a model's layers is not known."""
     config = getattr(model, "config", None)
-    unknown = set(attending(model)) - {one.name for one in found} - {one.place for one in found}
-    several = len({one.kind for one in found}) > 1
+    unknown = set(attending(model)) - {one.name for one in layers} - {one.place for one in layers}
+    several = len({one.kind for one in layers}) > 1
     if unknown or (several and not getattr(config, "is_encoder_decoder", False)):
         why = f"{min(unknown)!r} has no known layout" if unknown else "it has several stacks"
         raise ValueError(
@@ -390,7 +394,9 @@ def _check_numbers(model: nn.Module, found: list[_Attention], layer: int, call: 
         )
 
 
-def _check_together(found: list[_Attention], chosen: list[_Attention], call: str) -> None:
+def _check_together(
+    layers: list[_PrunedAttention], chosen: list[_PrunedAttention], call: str
+) -> None:
     """Raise ValueError for heads whose position biases come from elsewhere."""
     for one in chosen:
         config, kind = getattr(one.owner, "config", None), type(one.owner).__name__
@@ -401,7 +407,7 @@ def _check_together(found: list[_Attention], chosen: list[_Attention], call: str
             )
         if one.layers[0].layout.name != "t5":
             continue
-        others = [other for other in found if other.kind == one.kind]
+        others = [other for other in layers if other.kind == one.kind]
         if any(other.remove != one.remove for other in others):
             raise ValueError(
                 f"{call}: the layers of {one.kind!r} share the position biases of the first, one a "
@@ -409,12 +415,12 @@ def _check_together(found: list[_Attention], chosen: list[_Attention], call: str
             )
 
 
-def _config_after(model: nn.Module, chosen: list[_Attention]) -> Any:
+def _config_after(model: nn.Module, chosen: list[_PrunedAttention]) -> Any:
     """Return a config by which transformers builds the pruned model; None if none does."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict") or not hasattr(model, "save_pretrained") or not chosen:
         return None
-    sizes, heads, groups = chosen[0].sizes[0], len(chosen[0].kept), len(chosen[0].groups)
+    sizes, heads, groups = chosen[0].sizes[0], len(chosen[0].left), len(chosen[0].groups)
     shapes = {as_written(name): x.shape for name, x in model.named_parameters()}
     for one in chosen:
         start = f"{one.place}." if one.place else ""

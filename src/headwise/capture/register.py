@@ -57,12 +57,12 @@ def served_call(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> AcceleratedCall | str:
-    """A call of the interface as headwise serves it, with the meaning that `sdpa` gives it and
-    softcap and sinks beside; or why it does not."""
+    """Return an accelerated call of the interface, with the meaning that `sdpa` gives it and with
+    softcap and sinks; or the reason why it is not accelerated."""
     if options.get("cache") is not None:
         return "a paged cache"
     if options.get("output_attentions"):
-        return "attention weights are asked for (output_attentions=True)"
+        return "attention weights are requested (output_attentions=True)"
     if query.dim() != 4 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
         return "a mask of another kind than sdpa's, or queries of other axes"
     queries = query.shape[2]
@@ -106,8 +106,8 @@ def special(options: dict[str, Any]) -> bool:
 
 def causal_by(module: nn.Module, options: dict[str, Any]) -> bool:
     """Return True if a call's options, or else its module, say that queries look back only."""
-    asked = options.get("is_causal")
-    return getattr(module, "is_causal", True) if asked is None else bool(asked)
+    causal = options.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else bool(causal)
 
 
 def _sdpa() -> Any:
@@ -123,8 +123,8 @@ _TEXTBOOK: dict[type[nn.Module], bool] = {}
 
 
 def textbook(attention: type[nn.Module], kernels_only: bool) -> bool:
-    """Return True if a class of modules attends as kernels do: the models of its file say so, or
-    it gives a softcap or sinks, which only kernels read."""
+    """Return True if a class of modules attends as kernels do: the models of its file declare it,
+    or it passes a softcap or sinks, which only kernels read."""
     if attention not in _TEXTBOOK:
         _TEXTBOOK[attention] = _supported(attention)
     return kernels_only or _TEXTBOOK[attention]
@@ -149,13 +149,13 @@ def _eager(
     mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """The model's own `eager` function, with a mask that is added, as it wants one."""
+    """Run the model's own `eager` function, which takes an additive mask."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None or options.get("cache") is not None:
         raise ValueError(
-            f'attn_implementation="headwise": {type(module).__name__} has softcap, sinks or a way '
-            f"of its own to attend, which no kernel serves with a paged cache, and otherwise only "
-            f"an eager_attention_forward in its file; take another attn_implementation."
+            f'attn_implementation="headwise": {type(module).__name__} has softcap, sinks or '
+            f"attention of its own, which requires an eager_attention_forward in its file and no "
+            f"paged cache; use another attn_implementation."
         )
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and causal_by(module, options) and queries > 1:
@@ -170,20 +170,20 @@ def _eager(
 
 
 class _Meanings(MaskMemo):
-    """The meanings of masks, for as long as they live: one serves all layers of a model."""
+    """A cache of converted masks for as long as these exist: one is shared by all layers."""
 
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
-    def of(self, given: Tensor, what: object, find: Any, reads: Any = ()) -> Any:
+    def of(self, given: Tensor, key: object, find: Any, reads: Any = ()) -> Any:
         """Cache `find()` for this tensor and its numbers."""
-        copy, found = self._of.get(given, (None, {}))
+        copy, results = self._of.get(given, (None, {}))
         if copy is None or not copy.same(given):
-            copy, found = Copy(given), {}
-            self._of[given] = copy, found
-        if what not in found:
-            found[what] = find()
-        return found[what]
+            copy, results = Copy(given), {}
+            self._of[given] = copy, results
+        if key not in results:
+            results[key] = find()
+        return results[key]
 
 
 _MEANINGS = _Meanings()

@@ -48,10 +48,10 @@ class Accelerated:
         self.calls: dict[tuple[str, str, str | None, str], int] = {}
         self._own_layers = own_layers
 
-    def note(self, module: str, function: str, found: AcceleratedCall | str) -> None:
+    def note(self, module: str, function: str, result: AcceleratedCall | str) -> None:
         """Count a call, with its backend or the reason why it was not accelerated."""
-        served = isinstance(found, AcceleratedCall)
-        backend, reason = (found.backend, "") if served else (None, found)
+        served = isinstance(result, AcceleratedCall)
+        backend, reason = (result.backend, "") if served else (None, result)
         place = (module, function, backend, reason)
         self.calls[place] = self.calls.get(place, 0) + 1
 
@@ -132,17 +132,17 @@ def accelerators() -> tuple[CaptureSession, ...]:
 
 
 def watched() -> bool:
-    """Return True if an outer watch captures the call of the running function mode.
-    with its statistics from the same pass."""
+    """Return True if an outer watch captures the call of the running function mode, with its
+    statistics from the same pass."""
     outer = (mode.net for mode in modes() if isinstance(mode, Functions))
     return any(net.open for net in outer if not isinstance(net, Accelerator))
 
 
-def note(function: str, found: AcceleratedCall | str, name: str | None = None) -> None:
+def note(function: str, result: AcceleratedCall | str, name: str | None = None) -> None:
     """Count a call in all sessions that accelerate its model."""
     for net in accelerators():
         assert isinstance(net, Accelerator)
-        net.account.note(net.names.current if name is None else name, function, found)
+        net.account.note(net.names.current if name is None else name, function, result)
 
 
 # ── a call ──────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +174,7 @@ class AcceleratedCall(OnePass):
 
     def attached_to(self, call: AttentionCall) -> AttentionCall:
         """Return a call for a watch, with the output of this one."""
-        return replace(call, made=self.out, one_pass=self)
+        return replace(call, model_out=self.out, one_pass=self)
 
 
 @dataclass(frozen=True)

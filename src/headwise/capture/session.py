@@ -48,15 +48,15 @@ def catch(
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
     another thread; by default that is an error. Errors name the public `function` that listens.
     Everything is restored on exit, also after an exception. With `in_full`, modules are followed
-    while they run; else only if it is not known that those which attend tell of it themselves.
-    Parts that `torch.compile` has compiled run as they are written meanwhile, or, not `in_full` and
-    where they are all that attends, by graphs that tell of their calls.
+    while they run; otherwise only if modules that attend may not report their calls themselves.
+    Meanwhile, parts that `torch.compile` has compiled run in eager mode; without `in_full`, if only
+    compiled parts attend, they run as graphs that report their calls.
 
-    Compiled functions that a model calls are refused; without `refuse`, compiled code runs as it is
-    written from there on.
+    Compiled functions that a model calls are refused; without `refuse`, compiled code runs in eager
+    mode from there on.
 
     Raises:
-        ValueError: a model, or a part of one, that is compiled by `torch.jit`.
+        ValueError: the model, or a part of it, is compiled by `torch.jit`.
     """
     about = None if in_full else known(model)
     parts = None if in_full or about else compiled_parts(model)
@@ -145,7 +145,7 @@ def _listen(net: CaptureSession, about: Known, stack: ExitStack) -> None:
 
 
 def _follow(net: CaptureSession, stack: ExitStack) -> None:
-    """Follow the modules of a model while they run, and see what they compute."""
+    """Follow the modules of a model while they run, and intercept what they compute."""
     model, net.always = net.names.model, ALWAYS
     net.interceptors = ALWAYS | {F.linear: _projection} | fused_attention() | composite_functions()
     net.interceptors |= steps_by_hand() | varlen_attention()
@@ -169,7 +169,7 @@ def _follow(net: CaptureSession, stack: ExitStack) -> None:
 def _projection(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Create a projection: its input determines whose heads were joined."""
+    """Run a projection: its input shows whose heads were joined."""
     out = function(*args, **kwargs)
     net.projected(args[0] if args else kwargs["input"], out)
     return out
@@ -178,9 +178,10 @@ def _projection(
 def _backward(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a backward pass with the mode on, which is off while a function that it saw runs.
+    """Run a backward pass with the mode enabled, which is disabled while an intercepted function
+    runs.
 
-    What an ablation took out of a layer must be out when checkpointing computes it a second time.
+    Heads that are ablated must stay ablated when checkpointing recomputes a layer.
     """
     with net.functions:
         return without_dispatch(function)(*args, **kwargs)

@@ -82,7 +82,7 @@ class TracedModule:
     rows: dict[int, list[Float[Tensor, " P"]]] = field(default_factory=dict)
 
 
-class Recorder:
+class TraceRecorder:
     """Records the row of every query that predicts a generated token, and nothing of the others.
 
     Of the prompt that is its last query. A row is known by the position of its query: the number

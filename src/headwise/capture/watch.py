@@ -38,51 +38,52 @@ def watch(
     padding: bool = True,
     heads: Heads = None,
 ) -> Iterator[Watched]:
-    """See every head of a model while it runs; its outputs stay bit for bit the same.
+    """Record statistics of every head of a model while it runs; outputs stay bit for bit the same.
 
-    Sees attention through `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's
-    transformer layers (the fused ones of evaluation too), `flex_attention`, `varlen_attn`, models
-    of transformers under any `attn_implementation`, headwise's own layer, `attend` and `observe`
-    in any module, and a softmax over the last axis that values are multiplied with. Only the
-    statistics are kept. On exit, also after an exception, everything is as it was. Calls are seen
-    in any thread, one at a time: those of `generate` in a streamer's thread, too. Models that
-    `torch.compile` has compiled stay compiled: calls of `F.scaled_dot_product_attention` and of
-    headwise are captured in their graphs. Graphs that attend in other ways run as they are written.
+    Captures attention through `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and
+    PyTorch's transformer layers (also the fused ones used in evaluation), `flex_attention`,
+    `varlen_attn`, transformers models with any `attn_implementation`, headwise's own layer,
+    `attend` and `observe` in any module, and a softmax over the last axis that is multiplied with
+    values. Only the statistics are kept. On exit, also after an exception, the model is restored.
+    Calls are captured in any thread, one at a time, for example those of `generate` in a streamer's
+    thread. Models compiled by `torch.compile` stay compiled: calls of
+    `F.scaled_dot_product_attention` and of headwise are captured in their graphs. Graphs that
+    attend in other ways run in eager mode.
 
-    Where queries and keys are of one sequence, a key that no query may attend to is padding; the
-    query at its position counts as one that may attend to nothing, and stays out of every mean.
+    If queries and keys belong to one sequence, a key that no query may attend to is padding. The
+    query at its position counts as a query without visible keys and is excluded from every mean.
 
     Args:
         model: any module.
-        statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`; without
-            any, those of `DEFAULT`: entropy, and the weight on the first token, on the one before
-            and on the query's own.
-        queries: look at so many queries of every call only, or at these, as in `observe()`.
-        seed: of the draws; every call of a module has one of its own, and so has every rank (with
-            `gradients`, all have the same), so that errors of many calls even out. What is added up
-            later is to be watched with seeds of its own.
-        running: add calls up as they come (`Running`) in place of keeping each one's statistics:
-            memory stays constant over a generation or a data set.
-        gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
-            loss, as in `observe()`; by default what is seen is detached. Activation checkpointing
-            must then be the one without reentrant backward passes.
-        modules: only these: a pattern of qualified names such as `"encoder.*"`, the number of a
-            layer (2 or `"L2"`), a list of them, or a function that says whether a name is meant;
-            for statistics that fit some modules only.
-        padding: False counts every query; strictly causal masks, sparse graphs, and
-            cross-attention by sdpa with as many keys as queries need that, as nothing tells their
-            unattended keys from padding.
-        heads: where nothing tells which axis of a function's tensors is the heads: how many there
-            are, such as 12; or the axis from the end, such as -3 of `[batch, heads, length,
-            width]`; or a dict of either by patterns of modules' names.
+        statistics: the statistics of every call, such as `Entropy()`, `Mass(Previous())`; by
+            default those of `DEFAULT`: entropy, and the weight on the first token, on the previous
+            token and on the query's own.
+        queries: observe only so many sampled queries of every call, or these, as in `observe()`.
+        seed: the seed of the samples; every call of a module and every rank derives its own from it
+            (with `gradients`, all use the same), so that sampling errors average out over calls.
+            Use a different seed for each result that is added to others later.
+        running: accumulate over calls (`Running`) instead of keeping the statistics of each one, so
+            that memory stays constant over a generation or a data set.
+        gradients: keep the graph of LSE, entropy, distance and masses, so that they can be used in
+            a loss, as in `observe()`; by default statistics are detached. Activation checkpointing
+            must then use `use_reentrant=False`.
+        modules: watch only these: a pattern of qualified names such as `"encoder.*"`, the number of
+            a layer (2 or `"L2"`), a list of them, or a function that returns True for a name; for
+            statistics that fit only some modules.
+        padding: False counts every query. Required for strictly causal masks, sparse graphs, and
+            cross-attention by sdpa with as many keys as queries, whose unattended keys cannot be
+            distinguished from padding.
+        heads: the number of heads, such as 12, if the head axis of a function's tensors is
+            ambiguous; or the axis from the end, such as -3 of `[batch, heads, length, width]`; or a
+            dict of either by patterns of module names.
 
     Raises:
-        ValueError: a model that `torch.jit` has compiled, or a part; a statistic twice; flags that
-            are neither True nor False; queries that no call could have; `running` together with
-            `gradients`; while the model runs, statistics that do not fit a call, with the name of
-            the module, or a transform of `torch.func`; `gradients` of what reentrant activation
-            checkpointing computes.
-        RuntimeError: the model is called while another thread is calling it; it is compiled, and
+        ValueError: a model, or a part of it, is compiled by `torch.jit`; a statistic is given
+            twice; a flag is neither True nor False; queries that no call could have; `running`
+            together with `gradients`; while the model runs, statistics that do not fit a call, with
+            the name of the module, or a transform of `torch.func`; `gradients` with reentrant
+            activation checkpointing.
+        RuntimeError: the model is called while another thread is calling it; or it is compiled, and
             another thread calls it.
 
     >>> import torch, headwise as hw
@@ -111,23 +112,23 @@ def watch(
     twice = [name for name in figures if figures.count(name) > 1]
     if twice:
         raise ValueError(
-            f"watch({kind}, …): {twice[0]!r} is asked for twice; leave one out, or give a mass a "
+            f"watch({kind}, …): {twice[0]!r} is requested twice; leave one out, or give a mass a "
             f"name of its own, Mass(…, name=…)."
         )
     if queries is not None:
         check_queries(queries)
-    asked = Statistics.of(statistics)
+    requested = Statistics.of(statistics)
     left_out: dict[str, None] = {}
     looking = ObserveOptions(queries, seed, gradients, padding)
-    meant = None if modules is None else chosen(modules)
-    told = None if heads is None else declared_heads(heads)
+    selected = None if modules is None else chosen(modules)
+    declared = None if heads is None else declared_heads(heads)
     bundles = Bundles()
     observe = AttentionCall.observe if running or gradients else bundles.observe
-    with_graph: set[str] = set()  # the modules of which a call was seen with its graph
+    with_graph: set[str] = set()  # the modules of which a call was captured with its graph
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        if meant is not None and not meant(call.name, call.layer):
+        if selected is not None and not selected(call.name, call.layer):
             left_out[call.name] = None
             return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
@@ -144,7 +145,7 @@ def watch(
             drawn = looking.of_call(calls[call.name])
             calls[call.name] += 1
         try:
-            readings = observe(call, asked, drawn)
+            readings = observe(call, requested, drawn)
         except ValueError as error:
             raise ValueError(
                 f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "
@@ -159,13 +160,13 @@ def watch(
             if looking.draws(every):
                 watched.drawn |= {seed if gradients else seed_of_rank(seed)}
         graph = torch.is_grad_enabled()
-        kept = (call.name, readings, heads, call.first_key, call.first_head)
+        result = (call.name, readings, heads, call.first_key, call.first_head)
         lost = graph and not gradients
         if (waiting := call.waiting) is None:
-            watched.add(*kept, (looked_at, batch * every), lost)
+            watched.add(*result, (looked_at, batch * every), lost)
         else:
             waiting.on_complete(
-                lambda found: watched.add(*kept, (looked_at, found), lost, streams_of(waiting))
+                lambda total: watched.add(*result, (looked_at, total), lost, streams_of(waiting))
             )
         if graph:
             with_graph.add(call.name)
@@ -180,10 +181,10 @@ def watch(
 
     watched = Watched(running, why)
     with catch(model, listen, in_full=gradients) as net:
-        names, net.heads = net.names, told or net.heads
+        names, net.heads = net.names, declared or net.heads
         watched.left_out, watched.numbers = names.left_out, net.numbers
         try:
             yield watched
-        finally:  # what was seen does not hold on to the model
+        finally:  # the result holds no reference to the model
             bundles.close()
             quote, names = "" if watched else why(), None

@@ -13,7 +13,7 @@ from .._text import and_more
 from ..capture.head_address import HeadAddress, as_written, head_label, is_layer, parse_head
 from ..capture.modules import check_model
 from ..capture.session import catch
-from ..capture.trace import Recorder, TracedModule
+from ..capture.trace import TracedModule, TraceRecorder
 from ..core.numbers import as_int
 from ..models import generation, gpt
 from ..stats.segments import Segments
@@ -84,7 +84,7 @@ def trace(
     places = given.places[:number].to(device)
     found = _segments(quoted, model, given, segments)
     keep = [parse_head(one) for one in heads]
-    recorder = Recorder(len(given.ids), places, found, weights=weights, keep=keep)
+    recorder = TraceRecorder(len(given.ids), places, found, weights=weights, keep=keep)
     with catch(model, recorder, function="trace", in_full=False) as net:
         ids = _generate(quoted, model, given, max_new_tokens, options)
     if len(recorder.by_token) != len(ids):
@@ -161,7 +161,7 @@ def _generate(
 # --- what is recorded ------------------------------------------------------------------------
 
 
-def _partial(quoted: str, recorder: Recorder) -> dict[str, str]:
+def _partial(quoted: str, recorder: TraceRecorder) -> dict[str, str]:
     """Take modules out that attended in the prompt's pass alone, such as those of an encoder."""
     steps, left_out = len(recorder.by_token), {}
     for name, module in list(recorder.modules.items()):
@@ -186,7 +186,7 @@ def _traced(
     words: Any,
     prompt: Prompt,
     ids: list[int],
-    recorder: Recorder,
+    recorder: TraceRecorder,
     modules: Sequence[tuple[str, TracedModule]],
     numbers: Mapping[str, int],
     sinks: Tensor,

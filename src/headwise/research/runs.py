@@ -64,7 +64,7 @@ def kept_calls(
                 f"this rank."
             )
         q, k = (x.detach().clone() for x in (call.q, call.k))
-        one = KeptCall(replace(call, q=q, k=k, v=k, made=_gone, values=None, lse=None))
+        one = KeptCall(replace(call, q=q, k=k, v=k, model_out=_gone, values=None, lse=None))
         one.call.one_pass = one.call.waiting = None
         if score is not None:
             out = call.out

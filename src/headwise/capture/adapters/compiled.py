@@ -169,11 +169,11 @@ def _backend_for(models: Sequence[nn.Module], backend: Any) -> _Backend:
     return found
 
 
-def _capturing(found: Any, listening: Sequence[Listening], caller: FrameType) -> Any:
-    """Return a callback that makes graphs for those who listen."""
+def _capturing(callback: Any, listening: Sequence[Listening], caller: FrameType) -> Any:
+    """Return a compiler callback that makes instrumented graphs for these listeners."""
     nets = [one.net for one in listening]
     models = list({id(one.model): one.model for one in listening}.values())
-    ours = _backend_for(models, backend_of(found))
+    ours = _backend_for(models, backend_of(callback))
 
     def capture(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if forced_eager() or not all(one in LISTENING for one in listening):
@@ -203,7 +203,7 @@ def _capturing(found: Any, listening: Sequence[Listening], caller: FrameType) ->
 
 
 def _enter_late(unseen: Sequence[Names], root: nn.Module, caller: FrameType) -> None:
-    """Note that a module has started, which nobody saw, until compiled code has ended."""
+    """Enter a module whose start was not captured, until compiled code has ended."""
 
     def ended() -> None:
         for names in unseen:
@@ -218,17 +218,17 @@ def _enter_late(unseen: Sequence[Names], root: nn.Module, caller: FrameType) -> 
 # ── captured or refused ────────────────────────────────────────────────────────────────────────
 
 
-def _for_nets(found: Any, caller: FrameType) -> Any:
-    """Return a callback of the compiler for those who watch in this thread; None for none."""
+def _for_nets(callback: Any, caller: FrameType) -> Any:
+    """Return a compiler callback for the sessions of this thread; None to run in eager mode."""
     listening = [one for one in LISTENING if one.net.names.here]
     nets = [net for net in COMPILER.everyone if net.names.here]
     others = [net for net in nets if all(one.net is not net for one in listening)]
     if any(net.capture is None for net in others):
-        return _refusing(found)
+        return _refusing(callback)
     if inside := [net for net in others if net.names.inside]:
         as_written = [run for net in inside if (run := net.run_as_written) is not None]
         if len(as_written) < len(inside):
-            return _refusing(found)
+            return _refusing(callback)
         for run in as_written:
             run()
         return None
@@ -236,16 +236,16 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
     if any(uncompiled_module(net.names.model) in _WRITTEN for net in others):
         return None
     if not (running := [one for one in listening if one.net.names.inside]):
-        if found in _UNRELATED:
-            return _refusing(found) if others else found
+        if callback in _UNRELATED:
+            return _refusing(callback) if others else callback
         pairs = [capture() for net in others if (capture := net.capture) is not None]
         listening += [one for one, _ in pairs]
-        _at_the_end(found, caller, [resume for _, resume in pairs])
-    return _capturing(found, running or listening, caller) if listening else found
+        _at_the_end(callback, caller, [resume for _, resume in pairs])
+    return _capturing(callback, running or listening, caller) if listening else callback
 
 
 def _refuse_nested(nets: Sequence[CaptureSession]) -> None:
-    """Raise ValueError where a model that runs compiled is watched together with a part of it."""
+    """Raise ValueError if a model that runs compiled is watched together with a part of it."""
     models = [uncompiled_module(net.names.model) for net in nets]
     for net, model in zip(nets, models, strict=True):
         parts = {id(module) for module in model.modules()} if len(set(models)) > 1 else ()
@@ -256,15 +256,15 @@ def _refuse_nested(nets: Sequence[CaptureSession]) -> None:
             )
 
 
-def _at_the_end(found: Any, caller: FrameType, resume: Sequence[Callable[[], None]]) -> None:
-    """Let models be followed again when compiled code has ended; learn if it attends at all."""
+def _at_the_end(callback: Any, caller: FrameType, resume: Sequence[Callable[[], None]]) -> None:
+    """Resume following when compiled code has ended; record callbacks whose code never attends."""
     graphs, attending = _AROUND.graphs, _AROUND.attending
 
     def ended() -> None:
         for one in resume:
             one()
         if _AROUND.graphs > graphs and _AROUND.attending == attending:
-            _UNRELATED.add(found)
+            _UNRELATED.add(callback)
 
     if resume or not _AROUND.ends:
         _AROUND.ends.append((caller, ended))
@@ -275,9 +275,8 @@ _UNRELATED: WeakSet[Any] = WeakSet()
 
 
 class _Around(threading.local):
-    """Compiled code that runs now, the innermost last: the frame that called it, and what is to be
-    done at its end. And the numbers of graphs compiled with the operator so far, and of those among
-    them that attend."""
+    """The running compiled code, innermost last: the calling frame and a function to call at the
+    end; and the numbers of graphs compiled with the operator so far, and of those that attend."""
 
     graphs = attending = 0
 
@@ -289,24 +288,24 @@ _AROUND = _Around()
 
 
 def code_ended(caller: FrameType | None = None) -> None:
-    """Note that the code called by a frame has ended; without one, that all runs as it is written
-    from now on."""
+    """Note that the compiled code called by a frame has ended; without a frame, that all of it
+    has, because the rest runs in eager mode."""
     ends = _AROUND.ends
     while ends and (caller is None or any(frame is caller for frame, _ in ends)):
         _, ended = ends.pop()
         ended()
 
 
-def _refusing(found: Any) -> Any:
-    """Return the callback of PyTorch's compiler that asks who watches."""
+def _refusing(callback: Any) -> Any:
+    """Return a compiler callback that raises an error if the calling model is watched."""
 
     def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
         net = None if skipped(frame.f_code) else _watching()
         if net is not None:
             raise _refused(net, frame.f_code)
         try:
-            return found(frame, *args, **kwargs)
-        except Exception as error:  # of a graph that must not end
+            return callback(frame, *args, **kwargs)
+        except Exception as error:  # from a graph that must not end
             net = next(_out_here(), None)
             if net is None or called_in_a_graph.__name__ not in str(error):
                 raise
@@ -316,11 +315,11 @@ def _refusing(found: Any) -> Any:
 
 
 COMPILER = RefcountedPatch(lambda: compile_with(_for_nets, code_ended))
-"""Lets nets know of compiled code: it is refused where the model calls it, else captured."""
+"""Intercepts compiled code: it is refused if the model calls it, otherwise captured."""
 
 
 def _refused(net: CaptureSession, code: CodeType) -> ValueError:
-    """The error for a function that is compiled: the model calls it, or it calls the model."""
+    """Return the error for a compiled function that the model calls, or that calls the model."""
     names, function = net.names, f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
     what = f"the model is called by {function}"
     if names.inside:
@@ -331,11 +330,11 @@ def _refused(net: CaptureSession, code: CodeType) -> ValueError:
 
 
 def _out_here() -> Iterator[CaptureSession]:
-    """The nets of this thread, innermost first."""
+    """Return the sessions of this thread, innermost first."""
     stack = modes()
     return (net for net in reversed(COMPILER.everyone) if net.functions in stack)
 
 
 def _watching() -> CaptureSession | None:
-    """The innermost net that watches a model which is running here."""
+    """Return the innermost session that watches a model running in this thread."""
     return next((x for x in _out_here() if x.function != "accelerate" and x.names.inside), None)

@@ -46,7 +46,7 @@ def instrument(
         graph: what `torch.compile` has recorded.
         models: those that are watched.
         root: the module whose forward the graph is of.
-        declared: what somebody has told of a module's heads, by its name.
+        declared: the user's `heads=` for a module, by its name.
 
     Raises:
         CannotCapture: the graph attends in other ways, or in one that cannot be read.
@@ -144,7 +144,7 @@ class _Replay:
         self._graphs: list[tuple[fx.GraphModule, dict[fx.Node, Any]]] = []
 
     def run(self, graph: fx.GraphModule, values: dict[fx.Node, Any]) -> Any:
-        """Go over the nodes; return what the graph gives."""
+        """Interpret the nodes; return the output of the graph."""
         result, stack = None, self.net.names.stack
         depth = len(stack)
         self._graphs.append((graph, values))
@@ -152,20 +152,19 @@ class _Replay:
             if node.op == "output":
                 result = _mapped(node.args[0], values)
             else:
-                found = self._value(graph, node, values)
-                values.setdefault(node, found)
+                values.setdefault(node, self._value(graph, node, values))
         self._graphs.pop()
         while len(stack) > depth:
             self.net.names.leave(stack[-1].module, output=result)
         return result
 
     def end(self) -> None:
-        """Settle the calls of which nothing is known yet."""
+        """Resolve the calls that are still pending."""
         for site in (call.site for call in self.calls if call.site.whole is not None):
             assert site.whole is not None
-            if site.whole.there is None:
+            if site.whole.total_queries is None:
                 site.reason = self.net.names.left_out.get(site.whole.name, _UNKNOWN)
-            elif site.whole.there == site.whole.seen:
+            elif site.whole.total_queries == site.whole.seen:
                 site.whole = None
 
     def _value(self, graph: fx.GraphModule, node: Any, values: dict[fx.Node, Any]) -> Any:
@@ -198,7 +197,7 @@ class _Replay:
     # ── modules ─────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self, node: fx.Node) -> None:
-        """Let modules start and end, so that those which run are those that the node is of."""
+        """Enter and leave modules, so that the running modules are those of the node."""
         if node.op not in ("call_function", "call_method"):
             return
         ids = [int(key.split("@")[0]) for key in node.meta.get("nn_module_stack", {})]
@@ -213,14 +212,14 @@ class _Replay:
             self.net.names.enter(module)
 
     def _output_of(self, module: nn.Module) -> tuple[Any, ...]:
-        """Return what a module has made that others read, the last one first."""
+        """Return the values of a module that other modules read, last one first."""
         _, values = self._graphs[-1]
         inside = [x for x, value in values.items() if _is_of(x, module) and _gives(x, value)]
         out = [node for node in inside if any(not _is_of(user, module) for user in node.users)]
         return tuple(values[node] for node in (out or inside[-1:])[::-1])
 
     def _inner(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """Go over a graph inside of a graph, such as a checkpoint's."""
+        """Interpret a graph inside a graph, such as that of a checkpoint."""
         graph, result = self._graphs[-1][0], _stand_in(node)
         for body, given in _bodies(graph, node):
             before, arguments = len(self.calls), {}
@@ -266,11 +265,11 @@ class _Replay:
         }
 
     def _attends(self, node: fx.Node, out: fx.Node, bound_args: dict[str, Any]) -> Tensor:
-        """Take up an attention call; return numbers that show where its output goes."""
+        """Record an attention call; return distinct numbers that show where its output goes."""
         self.attends = True
         stack, names = self.net.names.stack, self.net.names
         given = _numbers(_stand_in(out))
-        if not stack:  # what attends is none of the model's modules
+        if not stack:  # no module of the model attends
             return given
         forward = stack[-1]
         module, own, name = forward.module, node is not out, names.current
@@ -289,7 +288,7 @@ class _Replay:
             values = _like(bound_args["tensors"][2])
             axes = leading(given.shape, stack, values, declared=self.declared(name))
         if axes is None:
-            site.reason = f"{quote}: nothing tells which axis is heads, and which is blocks"
+            site.reason = f"{quote}: it is ambiguous which axis is heads and which is blocks"
         else:
             keys = _like(bound_args["tensors"][1]).shape[-2]
             site.axes = axes
@@ -312,11 +311,11 @@ class _Replay:
         return best
 
 
-_UNKNOWN = "nothing tells whether the call is all that its module attends"
+_UNKNOWN = "it is unknown whether the call is all of its module's attention"
 
 
 def _gives(node: Any, value: Any) -> bool:
-    """Return True if a node gives what a module may put out, which a kernel's figures are not."""
+    """Return True if a module may return the value of a node; not for a kernel's statistics."""
     figure = node.target is operator.getitem and node.args[0].target in _OWN and node.args[1] != 0
     return isinstance(value, Tensor | tuple | list) and not figure
 
@@ -328,7 +327,7 @@ def _is_of(node: fx.Node, module: nn.Module) -> bool:
 def _bodies(
     graph: fx.GraphModule, node: fx.Node
 ) -> Iterator[tuple[fx.GraphModule, list[Any] | None]]:
-    """Yield the graphs that a node runs, with the arguments of one that it hands on as they are."""
+    """Yield the graphs that a node runs, with the arguments that it passes on unchanged, if any."""
     inner = [
         (place, getattr(graph, str(one.target)))
         for place, one in enumerate(node.args)
@@ -347,7 +346,7 @@ def _bodies(
 
 
 def _like(node: fx.Node) -> Tensor:
-    """Return a tensor without numbers that is like what a node gives."""
+    """Return a meta tensor like the value of a node."""
     example = node.meta["example_value"]
     sizes, strides = _sizes(example.shape), _sizes(example.stride())
     return torch.empty_strided(sizes, strides, dtype=example.dtype, device="meta")
@@ -359,7 +358,7 @@ def _sizes(sizes: Sequence[Any]) -> list[int]:
 
 
 def _stand_in(node: fx.Node) -> Any:
-    """Return zeros of the shape of what a node gives, without memory; no tensors as they are."""
+    """Return zeros like the value of a node, without memory; values other than tensors as is."""
     return map_aggregate(node.meta.get("example_value"), _zeros)
 
 
@@ -387,7 +386,7 @@ def _mapped(given: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _moved(node: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Return what a node gives that only moves numbers; None of another one."""
+    """Return the value of a node that only moves numbers; None for other nodes."""
     source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
     if not isinstance(source, Tensor) or not any(source.stride()):
         return None
@@ -416,11 +415,11 @@ def _order(graph: fx.GraphModule) -> fx.Node:
 
 
 def _insert(graph: fx.GraphModule, calls: Mapping[fx.Node, _Site], order: fx.Node) -> bool:
-    """Put the operator behind the calls of a graph and of those inside of it."""
+    """Insert the operator after each call of a graph and of the graphs inside it."""
     changed = False
     for node in list(graph.graph.nodes):
-        if found := calls.get(node):
-            _put_behind(graph.graph, found, order)
+        if site := calls.get(node):
+            _put_behind(graph.graph, site, order)
             changed = True
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             for body, given in _bodies(graph, node):
@@ -440,25 +439,25 @@ def _insert(graph: fx.GraphModule, calls: Mapping[fx.Node, _Site], order: fx.Nod
     return changed
 
 
-def _put_behind(graph: fx.Graph, found: _Site, order: fx.Node) -> None:
-    at = found.out
+def _put_behind(graph: fx.Graph, site: _Site, order: fx.Node) -> None:
+    at = site.out
     detached = []
-    for node in (*found.tensors, found.out):
+    for node in (*site.tensors, site.out):
         with graph.inserting_after(at):
             at = graph.call_method("detach", (node,))
         detached.append(at)
     terms = []
-    for node in found.terms:
+    for node in site.terms:
         if isinstance(node, fx.Node):
             with graph.inserting_after(at):
                 at = graph.call_method("detach", (node,))
             node = at
         terms.append(node)
-    weight = found.weight
+    weight = site.weight
     if weight is not None:
         with graph.inserting_after(at):
             weight = at = graph.call_method("detach", (weight,))
-    numbers = list(found.numbers)
-    args = (*detached, terms, numbers, found.scale, weight, order, found.site.number)
+    numbers = list(site.numbers)
+    args = (*detached, terms, numbers, site.scale, weight, order, site.site.number)
     with graph.inserting_after(at):
         graph.call_function(torch.ops.headwise.captured.default, args)

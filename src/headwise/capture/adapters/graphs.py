@@ -1,11 +1,11 @@
 """Attention calls inside the graphs that `torch.compile` makes.
 
 While a compiled model is watched, its graphs are compiled a second time, with the operator
-`headwise::captured` after each attention call: it hands queries, keys, values and the output to
-the watch. The compiler keeps both kinds of graphs and picks one by its backend: watching compiles
-a model once, switching on and off compiles nothing, and the graph without the operator stays as it
-was. The operator reads only what the attention function reads or returns, so outputs and gradients
-keep their bits.
+`headwise::captured` after each attention call, which passes queries, keys, values and the output to
+the session. The compiler keeps both kinds of graphs and selects one by its backend: a model is
+compiled once for watching, switching on and off compiles nothing, and the graph without the
+operator does not change. The operator reads only arguments and results of the attention function,
+so outputs and gradients keep their bits.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _LIBRARY.define(
 )
 
 
-class Given(NamedTuple):
+class OperatorArgs(NamedTuple):
     """The arguments of the operator.
 
-    `weight` is a parameter that tells which module attends: modules of the same kind share graphs.
-    Of `F.scaled_dot_product_attention`, `terms` are its mask and `numbers` its `is_causal`; of
-    headwise's kernel, `terms` are sinks and the tensors of `Terms`, `numbers` the other ones.
+    `weight` is a parameter that identifies the module that attends, as modules of the same kind
+    share graphs. For `F.scaled_dot_product_attention`, `terms` is its mask and `numbers` its
+    `is_causal`; for headwise's kernel, `terms` are sinks and the tensors of `Terms`, and `numbers`
+    the other fields.
     """
 
     q: Tensor
@@ -74,7 +75,7 @@ def _captured(*args: Any) -> None:
         if site.first:
             listening.end()
         with torch.set_grad_enabled(site.graded):
-            listening.emit(site, Given(*given))
+            listening.emit(site, OperatorArgs(*given))
         if site.last:
             listening.end()
 
@@ -83,14 +84,14 @@ _LIBRARY.impl("captured", _captured, "CompositeExplicitAutograd")
 torch.library.register_fake("headwise::captured", lambda *_: None, lib=_LIBRARY)
 
 
-# ── who listens ─────────────────────────────────────────────────────────────────────────────────
+# ── listeners ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Listening:
-    """A net that captures calls in graphs of its model.
+    """A session that captures calls in graphs of its model.
 
-    `failed` is called, before anything of a graph has run, where that cannot be; compiled code
-    runs as it is written from then on.
+    If a graph cannot be captured, `failed` is called before any of it has run; compiled code runs
+    in eager mode from then on.
     """
 
     def __init__(self, net: CaptureSession, failed: Callable[[], None]) -> None:
@@ -103,7 +104,7 @@ class Listening:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Listen while this lasts."""
+        """Activate the listener."""
         LISTENING.append(self)
         try:
             yield
@@ -114,18 +115,18 @@ class Listening:
 
     def _name_missing(self) -> None:
         """Leave out modules that are named attention and were not reported by any graph."""
-        told = {*self.net.complete, *self.net.names.left_out}
+        reported = {*self.net.complete, *self.net.names.left_out}
         for name in attending(self.model) if self.net.complete else ():
-            if not any(_related(name, other) for other in told):
+            if not any(_related(name, other) for other in reported):
                 self.net.names.left_out[name] = _MISSING
 
-    def emit(self, site: Site, given: Given) -> None:
-        """Report a call that a graph has made, if a module of the model did."""
+    def emit(self, site: Site, given: OperatorArgs) -> None:
+        """Report a call of a graph, if it belongs to a module of the model."""
         names = self.net.names
         module = self._module(site, given.weight)
         if module is None:
             return
-        if not names.stack:  # no module of the model was seen to start
+        if not names.stack:  # the start of the model was not captured
             names.enter(self.model)
             self._forward = names.stack[0] if names.stack else None
         if self.net.open:
@@ -133,13 +134,13 @@ class Listening:
                 self._emit(site, given, names.stack[-1])
 
     def end(self) -> None:
-        """End the forward that was not seen to start, if there is one."""
+        """End the forward whose start was not captured, if any."""
         forward, self._forward = self._forward, None
         if forward is not None and self.net.names.stack[:1] == [forward]:
             self.net.names.leave(self.model)
 
     def _module(self, site: Site, weight: Tensor | None) -> nn.Module | None:
-        """Return the module that attends; None if it is none of the model's."""
+        """Return the module that attends; None if it is not a module of the model."""
         if weight is None or site.weight is None:
             module = site.module()
             return module if id(module) in self.net.names.names else None
@@ -150,8 +151,8 @@ class Listening:
             if (forward, at) in self._others:
                 return None
             self._weights = {  # once for most; sharded ones move about
-                _at(module, own): whose
-                for whose, module in self._modules.items()
+                _at(module, own): name
+                for name, module in self._modules.items()
                 for own in module._parameters
             }
             known = self._weights.get(at)
@@ -160,12 +161,12 @@ class Listening:
             return None
         return self._modules.get(_moved(name, holder, known))
 
-    def _emit(self, site: Site, given: Given, forward: Forward) -> None:
-        made = site.number, id(forward.module)
+    def _emit(self, site: Site, given: OperatorArgs, forward: Forward) -> None:
+        place = site.number, id(forward.module)
         reason = site.reason
-        if made in self.net.in_graphs and given.weight is None:
+        if place in self.net.in_graphs and given.weight is None:
             reason = _SHARED
-        self.net.in_graphs.add(made)
+        self.net.in_graphs.add(place)
         if reason or site.axes is None:
             self.net.leave_out(forward, reason)
             return
@@ -179,13 +180,13 @@ def _related(name: str, other: str) -> bool:
 
 
 def _at(module: nn.Module, name: str) -> int:
-    """Return where a module's parameter is in memory; of a split one, this rank's part."""
+    """Return the address of a module's parameter; of a sharded one, that of this rank's shard."""
     x: Any = module._parameters.get(name)
     return 0 if x is None else getattr(x, "_local_tensor", x).data_ptr()
 
 
 def _moved(module: str, holder: str, other: str) -> str:
-    """Return the name of the module that stands to `other` as `module` does to `holder`.
+    """Return the name of the module that relates to `other` as `module` does to `holder`.
 
     >>> _moved("blocks.0.attn", "blocks.0.attn.qkv", "blocks.1.attn.qkv")
     'blocks.1.attn'
@@ -201,14 +202,14 @@ LISTENING: list[Listening] = []
 """The active ones, outermost first."""
 
 _SHARED = (
-    "modules of its kind may share its compiled graph, and without a parameter in it or around it "
-    "nothing tells which one attends; compile the whole model"
+    "modules of its kind may share its compiled graph, and it has no parameter in it or around it "
+    "that identifies the one that attends; compile the whole model"
 )
 
 
 _MISSING = (
     "the graphs that ran have no attention call of it: it did not run, or not in a graph, or it "
-    "attends by a function that is not known"
+    "attends by an unknown function"
 )
 
 
@@ -219,23 +220,23 @@ def uncompiled_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def _call(net: CaptureSession, site: Site, given: Given) -> AttentionCall:
+def _call(net: CaptureSession, site: Site, given: OperatorArgs) -> AttentionCall:
     """Return a call of `F.scaled_dot_product_attention`."""
     assert site.axes is not None
     (mask,), (causal,) = given.terms, given.numbers
-    asked = {
+    bound_args = {
         **{"query": given.q, "key": given.k, "value": given.v, "enable_gqa": site.groups},
         **{"attn_mask": mask, "is_causal": bool(causal)},
         "scale": given.scale[0] if given.scale else None,
     }
-    call = call_of(net, asked, given.out, site.axes.resized(given.out.shape))
+    call = call_of(net, bound_args, given.out, site.axes.resized(given.out.shape))
     module = net.names.stack[-1].module
     if type(module).__module__.startswith("transformers."):
         call.projection = projection_of(module, call.heads * call.v.shape[3])
     return call
 
 
-def _own_call(net: CaptureSession, site: Site, given: Given) -> AttentionCall:
+def _own_call(net: CaptureSession, site: Site, given: OperatorArgs) -> AttentionCall:
     """Return a call of headwise's kernel."""
     q, k, v, out = given[:4]
     sinks, *tensors = given.terms
@@ -281,7 +282,7 @@ _FAR = 2**62
 """Farther than any key."""
 
 
-# ── where a graph attends ───────────────────────────────────────────────────────────────────────
+# ── attention calls of a graph ──────────────────────────────────────────────────────────────────
 
 
 @dataclass(eq=False)
@@ -290,13 +291,13 @@ class Site:
 
     module: the module that attends.
     weight: the names of the module, of a parameter, and of the module that holds it.
-    own: headwise's kernel computes it, else `F.scaled_dot_product_attention`.
+    own: True for headwise's kernel, False for `F.scaled_dot_product_attention`.
     groups: `enable_gqa` of that function.
-    graded: the graph is one for training.
-    axes: which axes of the output are batch rows and heads.
-    whole: of how many queries the call is one, if not of its own alone.
-    reason: why the call is left out.
-    first, last: it is the first or the last call of its graph.
+    graded: True if the graph is compiled for training.
+    axes: the axes of batch rows and heads in the output.
+    whole: the pending call, if its total number of queries may exceed its own.
+    reason: the reason why the call is left out.
+    first, last: True for the first and last call of the graph.
     """
 
     module: weakref.ref[nn.Module]

@@ -1,4 +1,4 @@
-"""headwise's own layer, and `attend()` and `observe()` as people call them in their own modules."""
+"""Capture headwise's own layer, and calls of `attend()` and `observe()` in other modules."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _CALLS = RefcountedPatch(_listen)
 
 
 def _emit(request: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tensor:
-    """Report the call to every watch; inner ones get the output that outer ones made."""
+    """Report the call to every session; inner ones receive the output of outer ones."""
     source = observers.HERE.source
     layer = None if source is None else source.layer
 
-    def made() -> Tensor:
+    def compute() -> Tensor:
         if isinstance(run, Tensor):
             return run
         with SILENCE:
             return run()
 
-    out: Any = made
+    out: Any = compute
     for net in _CALLS.everyone:
         if layer is None and net.open and not net.in_full:  # the model was known to have no such
             forget(net.names.model)
@@ -55,7 +55,7 @@ def _emit(request: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Te
         call.keywords = {name: getattr(request, name) for name in _KEYWORDS}
         call.keywords["first_query"] = request.extent.first_query
         if source is not None and name is not None:
-            _of_layer(source, call, request, backend, made)
+            _of_layer(source, call, request, backend, compute)
             new = net.emit(call, module=layer)
         else:
             call.own_positions = not net.names.crosses and at_the_end(request.mask, request.extent)
@@ -74,7 +74,7 @@ def _of_layer(
     call: AttentionCall,
     request: Call,
     backend: str,
-    made: Callable[[], Tensor],
+    compute: Callable[[], Tensor],
 ) -> None:
     """Add what a `MultiHeadAttention` knows of its call."""
     layer = source.layer
@@ -82,4 +82,4 @@ def _of_layer(
     call.keywords |= {"dropout": request.dropout, "backend": backend}
     call.projected_by, call.own_positions = lambda: layer.projection, source.own_positions
     call.first_key, call.first_head = source.first_key, layer.first_head
-    call.layer_heads, call.one_pass = layer.all_heads, OnePass(request, backend, made)
+    call.layer_heads, call.one_pass = layer.all_heads, OnePass(request, backend, compute)

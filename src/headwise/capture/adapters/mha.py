@@ -57,7 +57,7 @@ def multi_head_attention_forward(
 
 _NAMES = parameters(_FORWARD)
 _ROUTE = "multi_head_attention"
-_WEIGHTS = "attention weights are bound_args for (need_weights=True)"
+_WEIGHTS = "attention weights are requested (need_weights=True)"
 
 
 # ── fused layers ────────────────────────────────────────────────────────────────────────────────
@@ -80,10 +80,10 @@ def native_multi_head_attention(
     result, new = _attended(net, net.names.current, _ROUTE, run, refused, fused, lambda x: x[0])
     if new is None:
         return result
-    made = _projected(new, bound_args)
-    made = nested_like(made, given[0]) if given[0].is_nested else made
-    _REPLACED[made] = new
-    return made, None if result is None else result[1]
+    projected = _projected(new, bound_args)
+    projected = nested_like(projected, given[0]) if given[0].is_nested else projected
+    _REPLACED[projected] = new
+    return projected, None if result is None else result[1]
 
 
 def transformer_encoder_layer(
@@ -117,9 +117,9 @@ def transformer_encoder_layer(
     y = F.gelu(y) if bound_args["use_gelu"] else F.relu(y)
     x = x + F.linear(y, bound_args["ffn_weight_2"], bound_args["ffn_bias_2"])
     x = x if first else norm(x, 2)
-    made = nested_like(x, bound_args["src"]) if bound_args["src"].is_nested else x
-    _REPLACED[made] = new
-    return made
+    x = nested_like(x, bound_args["src"]) if bound_args["src"].is_nested else x
+    _REPLACED[x] = new
+    return x
 
 
 def _attended(
@@ -135,7 +135,7 @@ def _attended(
 
     If the result is None, the layer did not run. `refused` is the reason why it is not accelerated.
     """
-    tells, served, heads = not isinstance(net, Accelerator), None, None
+    captures, served, heads = not isinstance(net, Accelerator), None, None
     ours = bool(accelerators()) and not watched()
     if ours:
         found: AcceleratedCall | str = refused
@@ -144,17 +144,17 @@ def _attended(
             found = heads.serve(net.masks)
         served = None if isinstance(found, str) else found
         note(route, found, name)
-    if served is not None and not tells:
+    if served is not None and not captures:
         return None, served.out()
     result: Any = None
     if served is None:
         with APART if ours else nullcontext():
             result = run()
-        if not tells:
+        if not captures:
             return result, None
     heads = heads or fused()
-    made: Any = heads.out if result is None else _REPLACED.get(out(result), heads.out)
-    return result, heads.emit(net, name, made, route, served)
+    outputs: Any = heads.out if result is None else _REPLACED.get(out(result), heads.out)
+    return result, heads.emit(net, name, outputs, route, served)
 
 
 def _nested(x: Tensor) -> str:
@@ -238,7 +238,7 @@ class _Fused:
         self,
         net: CaptureSession,
         name: str,
-        made: Tensor | Callable[[], Tensor],
+        outputs: Tensor | Callable[[], Tensor],
         route: str,
         served: AcceleratedCall | None,
     ) -> Tensor | None:
@@ -247,7 +247,7 @@ class _Fused:
         if self.own:
             mask = without_padding(mask, extent_of(self.q, self.k, self.v), self.q.device)
         q, k, sight = self.q, self.k, {"mask": mask}  # no statistic reads the values
-        call = AttentionCall(name, route, q, k, k, made, sight, self.projection)
+        call = AttentionCall(name, route, q, k, k, outputs, sight, self.projection)
         call.values = lambda: self.v
         if served is None:
             return net.emit(call)

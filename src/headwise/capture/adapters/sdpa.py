@@ -26,7 +26,7 @@ from ..serve import APART, AcceleratedCall, AttentionRequest, accelerators, note
 def scaled_dot_product_attention(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
+    """Run `F.scaled_dot_product_attention` on `[…, H, T, D]` and report the call."""
     instead = lse = None
     if accelerators() and not watched():
         found = _instead(net, function, args, kwargs)
@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
         instead, out = None, instead.out()
     quote = f"scaled_dot_product_attention giving {list(out.shape)}"
     if axes is None:
-        reason = f"{quote}: nothing tells which axis is heads, and which is blocks"
+        reason = f"{quote}: it is ambiguous which axis is heads and which is blocks"
         net.leave_out(net.names.stack[-1], reason)
         return out
     call = call_of(net, bound_args, out, axes)
@@ -56,53 +56,52 @@ def scaled_dot_product_attention(
         call = instead.served.attached_to(call)
     waiting = None
     if composite() is None:
-        made = axes.split(out)
         known = axes.sure, axes.declared
-        waiting = PendingCall(call.name, quote, made, out.shape, call.keys, *known)
+        waiting = PendingCall(call.name, quote, axes.split(out), out.shape, call.keys, *known)
     new = net.emit(call, waiting)
     if instead is not None:
         out = instead.as_requested(call.out)
         if new is None and waiting is not None:
-            waiting.made = axes.split(out)
+            waiting.out = axes.split(out)
     return out if new is None else axes.join(new, out.shape)
 
 
 def with_lse(query: Any, attend: Callable[[], Any]) -> tuple[Any, LogSumExp | None]:
-    """Return what a call gives, and on a GPU the log-sum-exp that its kernel has."""
+    """Return the result of a call, and on a GPU the log-sum-exp of its kernel."""
     if not isinstance(query, Tensor) or not query.is_cuda or query.is_nested or transformed():
         return attend(), None
     with LogSumExp() as lse:
         return attend(), lse
 
 
-# ── in the function's place ─────────────────────────────────────────────────────────────────────
+# ── replacement of the function ─────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Instead:
-    """A call that is served, and the shape and order of the output that the function would give."""
+    """An accelerated call, and the shape and memory order of the original function's output."""
 
     served: AcceleratedCall
     shape: torch.Size
     in_order: bool
 
     def out(self) -> Tensor:
-        """The output `[…, T, Dv]`."""
+        """Return the output `[…, T, Dv]`."""
         return self.as_requested(self.served.out())
 
     def empty(self) -> Tensor:
-        """An output without numbers."""
+        """Return a meta tensor like the output."""
         return torch.empty(self.shape, dtype=self.served.call.q.dtype, device="meta")
 
     def as_requested(self, out: Tensor) -> Tensor:
-        """`[B, H, T, Dv]` with the axes of the queries, and in memory as these are."""
+        """Return `[B, H, T, Dv]` with the axes and the memory order of the queries."""
         return (out.contiguous() if self.in_order else out).reshape(self.shape)
 
 
 def accelerated(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Make the call with headwise's kernel, where that serves it and no watch will."""
+    """Run the call on headwise's kernel, if that supports it and no watch captures it."""
     if watched():
         return function(*args, **kwargs)
     found = _instead(net, function, args, kwargs)
@@ -112,7 +111,7 @@ def accelerated(
 def _instead(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Instead | Tensor:
-    """The call as it is served, or the function's own output."""
+    """Return the accelerated call, or the function's own output."""
     found = _plain(function, args, kwargs, net.masks)
     note(_NAME, found if isinstance(found, str) else found.served)
     if isinstance(found, Instead):
@@ -124,7 +123,7 @@ def _instead(
 def _plain(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memo: MaskMemo
 ) -> Instead | str:
-    """A call of the function as headwise serves it, or why it does not."""
+    """Return the accelerated call, or the reason why it is not accelerated."""
     bound_args = _request(*args, **kwargs)
     q, k, v, given = (bound_args[name] for name in ("query", "key", "value", "attn_mask"))
     if any(x.is_nested for x in (q, k, v)):
@@ -176,12 +175,12 @@ def _request(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any]:
-    """The arguments by name."""
+    """Return the arguments by name."""
     return locals()
 
 
 def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
-    """The mask that PyTorch's `CausalBias` stands for; as a tensor it has other axes."""
+    """Return the arguments that correspond to PyTorch's `CausalBias`."""
     first = bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv
     return {"attn_mask": None if first else table_of(bias, device), "is_causal": first}
 
@@ -190,7 +189,7 @@ def call_of(
     net: CaptureSession, bound_args: dict[str, Any], out: Tensor, axes: Leading
 ) -> AttentionCall:
     """Return a call of the function, with its arguments by name, in headwise's terms."""
-    # Under autocast the kernel has cast them all to the dtype of its output.
+    # Under autocast, the kernel casts all of them to the dtype of its output.
     q, k, v = (bound_args[name].to(out.dtype) for name in ("query", "key", "value"))
     given = bound_args["attn_mask"]
     if axes.last:
@@ -206,30 +205,30 @@ def call_of(
         q, k, v = (axes.split(_wide(x, lead, bound_args["enable_gqa"])) for x in (q, k, v))
         if given is not None and given.dim() > 2:
             given = axes.split(given.expand(*lead, *given.shape[-2:]))
-    made = axes.split(out)
+    heads_out = axes.split(out)
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
     mask, keys, behind = mask_of(net, given, extent, q.device, bound_args["is_causal"], behind)
     k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": bound_args["scale"]}
     weight = within and within.projection
-    return AttentionCall(net.names.current, _NAME, q, k, v, made, sight, weight, behind=behind)
+    return AttentionCall(net.names.current, _NAME, q, k, v, heads_out, sight, weight, behind=behind)
 
 
 def of_all_heads(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values with other groups, `[B, G, S, D]`, for each head."""
+    """Repeat keys and values `[B, G, S, D]` with different numbers of groups for each head."""
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     return k, v
 
 
 def _wide(x: Tensor, lead: torch.Size, groups: bool) -> Tensor:
-    """`[…, N, D]` with all axes of the outputs; with groups, a key for each head of the last."""
+    """Expand `[…, N, D]` to the leading axes of the output; repeat the keys of groups per head."""
     if groups and x.dim() > 2:
         x = x.repeat_interleave(lead[-1] // x.shape[-3], -3)
     return x.expand(*lead, *x.shape[-2:])
 
 
 def _four(x: Tensor, lead: torch.Size) -> Tensor:
-    """`[…, N, D]` as `[B, G, N, D]`, where `lead` is what stands before the queries' N."""
+    """Reshape `[…, N, D]` to `[B, G, N, D]`; `lead` has the leading axes of the queries."""
     if x.dim() == 4 and len(lead) == 2 and x.shape[0] == lead[0]:
         return x
     if x.dim() <= 3 and len(lead) == 2 and x.shape[:-2].numel() == lead.numel():
@@ -240,7 +239,7 @@ def _four(x: Tensor, lead: torch.Size) -> Tensor:
 
 
 def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
-    """A mask as a table that broadcasts to `[B, H, T, S]`."""
+    """Reshape a mask so that it broadcasts to `[B, H, T, S]`."""
     if mask is None or mask.dim() <= 2:
         return mask
     if len(lead) == 2 and mask.dim() == 3 and len(mask) == lead.numel():
@@ -258,9 +257,9 @@ def mask_of(
     causal: bool = False,
     behind: int = 0,
 ) -> tuple[Mask, int, int]:
-    """Return a mask without padded queries, how many keys count, and how many are `behind`.
+    """Return a mask without padded queries, the number of keys, and the number of keys `behind`.
 
-    As `resolve_padding()` does, once for a mask that serves all layers.
+    Same as `resolve_padding()`, but cached for a mask that all layers share.
     """
     within = composite()
     own = within.own if within is not None else (False if net.names.crosses else None)
@@ -276,7 +275,7 @@ def mask_of(
 
 
 def _of_nested(net: CaptureSession, bound_args: dict[str, Any], out: Tensor) -> Tensor:
-    """Rows of different lengths `[B, H, t, D]`: padded, with a mask that knows the lengths."""
+    """Report rows of different lengths `[B, H, t, D]`, padded, with a mask of their lengths."""
     (q, t), (k, s), (v, _) = (padded(bound_args[name]) for name in ("query", "key", "value"))
     i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     allowed = (i[:, None] < t.view(-1, 1, 1, 1)) & (j < s.view(-1, 1, 1, 1))
@@ -290,9 +289,9 @@ def _of_nested(net: CaptureSession, bound_args: dict[str, Any], out: Tensor) -> 
 
 
 def padded(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as one tensor with zeros behind them, and the lengths `[B]`.
+    """Return rows of different lengths, padded with zeros to one tensor, and the lengths `[B]`.
 
-    The axis of length is the last but one.
+    The length axis is the second to last.
     """
     rows = nested.unbind()
     lengths = [row.shape[-2] for row in rows]
@@ -304,7 +303,7 @@ def padded(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nested_like(wide: Tensor, like: Any) -> Tensor:
-    """Return what `padded` made wide, nested as `like`: `[B, T, E]` or `[B, H, T, E]`."""
+    """Return padded rows `[B, T, E]` or `[B, H, T, E]` in the nested layout of `like`."""
     rows = [row[..., : part.shape[-2], :] for row, part in zip(wide, like.unbind(), strict=True)]
     if like.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(rows)
@@ -314,6 +313,6 @@ def nested_like(wide: Tensor, like: Any) -> Tensor:
 
 
 def functions(route: Interceptor = scaled_dot_product_attention) -> dict[Any, Interceptor]:
-    """The functions of this file, which are told of or `accelerated`."""
+    """Return the functions of this file, which are captured or `accelerated`."""
     operator = torch.ops.aten.scaled_dot_product_attention
     return dict.fromkeys((F.scaled_dot_product_attention, operator, operator.default), route)

@@ -93,7 +93,7 @@ class _Softmax:
 def softmax(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A softmax, which may be a step of attention."""
+    """Run a softmax, which may be a step of attention."""
     scores = args[0] if args else kwargs["input"]
     if scores.dim() < 3 or scores.layout is not torch.strided:
         p = function(*args, **kwargs)
@@ -116,7 +116,7 @@ def softmax(
 
 
 def exp(net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An exponential, which may be a step of a softmax by hand."""
+    """Run an exponential, which may be a step of a softmax written by hand."""
     e = function(*args, **kwargs)
     net.exps[e] = True
     if e.dim() > 2:
@@ -127,7 +127,7 @@ def exp(net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[
 def divided(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A quotient, which may be the last step of a softmax by hand."""
+    """Run a division, which may be the last step of a softmax written by hand."""
     if net.by_hand and args and isinstance(args[-1], Tensor) and args[-1].dim():
         _note_by_hand(net, args[0])
     return function(*args, **kwargs)
@@ -136,7 +136,7 @@ def divided(
 def grouped(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A sum over groups of entries, which may be a step of a softmax over each group."""
+    """Run a sum over groups of entries, which may be a step of a softmax over each group."""
     for e in [*args, *kwargs.values()] if net.exps else []:
         if isinstance(e, Tensor) and e in net.exps:
             quote = f"the exp() of {list(e.shape)} is summed by {function.__name__}()"
@@ -159,15 +159,15 @@ def _may_attend(net: CaptureSession, quote: str, likely: bool = True) -> None:
 def reshaping(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A change of axes or dtype after which probabilities still belong to the same keys."""
-    found = net.softmaxes.get(args[0]) if args else None
+    """Run a change of axes or dtype after which probabilities still belong to the same keys."""
+    record = net.softmaxes.get(args[0]) if args else None
     result = function(*args, **kwargs)
-    if found is None:
+    if record is None:
         return result
     if result.dtype == args[0].dtype and _storage(result) & _storage(args[0]):
-        _pass_on(net, found, result, found.held)  # checked only when they are multiplied
-    elif found.held.still(args[0]):
-        _pass_on(net, found, result)
+        _pass_on(net, record, result, record.held)  # checked only when they are multiplied
+    elif record.held.still(args[0]):
+        _pass_on(net, record, result)
     return result
 
 
@@ -175,40 +175,40 @@ def passing(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an operation after which probabilities still belong to the same keys."""
-    found = _known(net, args[0]) if args else None
+    record = _known(net, args[0]) if args else None
     result = function(*args, **kwargs)
-    if found is not None:
-        _pass_on(net, found, result)
+    if record is not None:
+        _pass_on(net, record, result)
     return result
 
 
 def changing(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """An operation that is tracked if it does not change the probabilities, or scales all those of
-    a query equally (a mask of heads)."""
-    told = [(p, found) for p in args if (found := _known(net, p)) is not None]
+    """Run an operation that is tracked if it does not change the probabilities, or scales all those
+    of a query equally (a mask of heads)."""
+    tracked = [(p, record) for p in args if (record := _known(net, p)) is not None]
     result = function(*args, **kwargs)
-    if len(told) == 1:
-        p, found = told[0]
+    if len(tracked) == 1:
+        p, record = tracked[0]
         others = [x for x in args if x is not p]
-        if _scales(function, others) or _same(found, p, result):
-            _pass_on(net, found, result)
+        if _scales(function, others) or _same(record, p, result):
+            _pass_on(net, record, result)
     return result
 
 
 def _known(net: CaptureSession, p: Any) -> _Softmax | None:
     """Return the record of probabilities, if they have not changed since."""
-    found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
-    return found if found is not None and found.held.still(p) else None
+    record = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
+    return record if record is not None and record.held.still(p) else None
 
 
-def _pass_on(net: CaptureSession, found: _Softmax, p: Tensor, held: _Held | None = None) -> None:
+def _pass_on(net: CaptureSession, record: _Softmax, p: Tensor, held: _Held | None = None) -> None:
     """Record the new form of the probabilities, unless they are expanded."""
-    alike = p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel()
+    alike = p.shape[-2:] == record.scores.shape[-2:] and p.numel() == record.scores.numel()
     if alike and p.is_floating_point():
-        shapes = (*found.shapes, p.shape)
-        net.softmaxes[p] = replace(found, held=held or _Held.by(p), shapes=shapes)
+        shapes = (*record.shapes, p.shape)
+        net.softmaxes[p] = replace(record, held=held or _Held.by(p), shapes=shapes)
 
 
 def _scales(function: Any, others: list[Any]) -> bool:
@@ -218,35 +218,35 @@ def _scales(function: Any, others: list[Any]) -> bool:
     return not any(isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1 for x in others)
 
 
-def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
+def _same(record: _Softmax, p: Tensor, result: Tensor) -> bool:
     """Return True if all queries with a visible key have kept their probabilities."""
-    if result.shape != p.shape or not found.held.still(p):  # changed by `out=`
+    if result.shape != p.shape or not record.held.still(p):  # changed by `out=`
         return False
-    dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
+    dead = (record.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
     return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN is inconclusive
 
 
 def product(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`matmul`, `@` and `bmm`: probabilities `[…, T, S]` times values `[…, S, D]`."""
+    """Run `matmul`, `@` or `bmm`, which may multiply probabilities `[…, T, S]` with values."""
     out = function(*args, **kwargs)
     if len(args) < 2 or _is_context(net, args[:2], out):
         return out
     p, v = args[:2]
     _note_by_hand(net, p)
-    found, told = _attends(net, p), out
-    if found is None and (kept := _turned(net, v)) is not None:  # values first: v @ pᵀ
-        p, v, found, told = kept, p.mT, _attends(net, kept), out.mT
-    if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight
+    record, result = _attends(net, p), out
+    if record is None and (turned := _turned(net, v)) is not None:  # values first: v @ pᵀ
+        p, v, record, result = turned, p.mT, _attends(net, turned), out.mT
+    if record is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight
         net.projected(p, out)
-    if found is None or v.dim() < 3 or p.shape[:-1] != told.shape[:-1]:
+    if record is None or v.dim() < 3 or p.shape[:-1] != result.shape[:-1]:
         return out
     sizes = (1,) * (p.dim() - v.dim()) + tuple(v.shape)
-    new = _emit(net, found, p.shape, told, v, [size == 1 for size in sizes[:-2]])
+    new = _emit(net, record, p.shape, result, v, [size == 1 for size in sizes[:-2]])
     if new is None:
         return out
-    return new if told is out else new.mT
+    return new if result is out else new.mT
 
 
 def _turned(net: CaptureSession, x: Tensor) -> Tensor | None:
@@ -261,24 +261,26 @@ def _turned(net: CaptureSession, x: Tensor) -> Tensor | None:
 
 def _attends(net: CaptureSession, p: Any) -> _Softmax | None:
     """Return the record of probabilities that are still the softmax of their scores."""
-    found = _known(net, p)
-    return found if found is not None and found.before.still(found.scores) else None
+    record = _known(net, p)
+    return record if record is not None and record.before.still(record.scores) else None
 
 
 def einsum(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`torch.einsum` of probabilities and values, in any order of axes."""
+    """Run `torch.einsum`, which may multiply probabilities and values in any order of axes."""
     out = function(*args, **kwargs)
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
         return out
     for x in operands:
         _note_by_hand(net, x)
-    told = [(n, found) for n, x in enumerate(operands) if (found := _attends(net, x)) is not None]
-    if not told:
+    tracked = [
+        (n, record) for n, x in enumerate(operands) if (record := _attends(net, x)) is not None
+    ]
+    if not tracked:
         return out
-    place, found = told[0]
+    place, record = tracked[0]
     p, v = operands[place], operands[1 - place]
     found_order = _order(args[0], [x.dim() for x in operands], place)
     if found_order is None or v.dim() < 3:
@@ -288,7 +290,7 @@ def einsum(
     if sorted(axis for axis in of_values if axis >= 0) == list(range(v.dim())):
         v = v.permute([axis for axis in of_values if axis >= 0])
         v = v[tuple(None if axis < 0 else slice(None) for axis in of_values)]
-    new = _emit(net, found, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
+    new = _emit(net, record, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
     if new is None:
         return out
     return new.permute([order.index(axis) for axis in range(out.dim())])
@@ -346,7 +348,7 @@ def _order(
 
 def _emit(
     net: CaptureSession,
-    found: _Softmax,
+    record: _Softmax,
     shape: torch.Size,
     out: Tensor,
     values: Tensor,
@@ -359,30 +361,30 @@ def _emit(
     `queries_first`.
     """
     net.refuse_transforms()
-    for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
+    for p in [p for p, other in net.softmaxes.items() if other.scores is record.scores]:
         del net.softmaxes[p]  # autograd may keep p, but should not keep the scores with it
-    net.followed(found.mark)
+    net.followed(record.mark)
     # Softmax and product may be in different modules.
-    running = net.names.common(found.running)
+    running = net.names.common(record.running)
     name = net.names.name(running[-1])
-    wide = next((s for s in (shape, *reversed(found.shapes)) if len(s) > 3), shape)
+    wide = next((s for s in (shape, *reversed(record.shapes)) if len(s) > 3), shape)
     shared = shared if wide is shape else ()
     outputs = torch.Size((*wide[:-2], *out.shape[-2:]))
     axes = leading(outputs, running, values, shared, net.heads(name))
     quote = f"the softmax of {list(wide)}"
     if axes is None:
-        reason = f"{quote}: nothing tells which axis is heads, and which is blocks"
+        reason = f"{quote}: it is ambiguous which axis is heads and which is blocks"
         net.leave_out(running[-1], reason)
         return None
-    made = axes.split(out)
+    heads_out = axes.split(out)
     behind = keys_behind(running[-1].module)
-    call = call_of_scores(net, "softmax", axes.split(found.scores), made, behind)
+    call = call_of_scores(net, "softmax", axes.split(record.scores), heads_out, behind)
     call.name = name
     call.values = partial(_values, call, values, shape[:-2], axes)
     waiting = None
     if composite() is None:
-        made_of = (name, quote, made, out.shape, call.keys, axes.sure, axes.declared)
-        waiting = PendingCall(*made_of, by_hand=True, queries_first=queries_first)
+        place = (name, quote, heads_out, out.shape, call.keys, axes.sure, axes.declared)
+        waiting = PendingCall(*place, by_hand=True, queries_first=queries_first)
     new = net.emit(call, waiting, running[-1])
     return None if new is None else axes.join(new, out.shape)
 
@@ -401,7 +403,7 @@ def call_of_scores(
     net: CaptureSession,
     route: str,
     scores: Tensor,
-    made: Tensor,
+    out: Tensor,
     behind: int = 0,
     vectors: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionCall:
@@ -422,9 +424,9 @@ def call_of_scores(
     zero = scores.new_zeros(1)
     q, k = vectors or (zero.expand(batch, heads, size, 8) for size in (queries, keys))
     q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)
-    v, weight = zero.expand(*k.shape[:3], made.shape[-1]), within and within.projection
+    v, weight = zero.expand(*k.shape[:3], out.shape[-1]), within and within.projection
     sight = {"mask": mask, "scale": 0.0 if vectors else None}  # the mask has the scores
-    call = AttentionCall(net.names.current, route, q, k, v, made, sight, weight, behind=behind)
+    call = AttentionCall(net.names.current, route, q, k, v, out, sight, weight, behind=behind)
     call.hidden = "" if vectors else _HIDDEN
     return call
 

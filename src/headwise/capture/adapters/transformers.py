@@ -1,23 +1,23 @@
-"""transformers' attention: eager, sdpa, flash, flex, and whatever else is registered with it.
+"""Capture the attention of transformers: eager, sdpa, flash, flex, and any registered function.
 
-Models of transformers ask `AttentionInterface` for the function that attends. While a model is
-watched, what the interface hands out is wrapped; nothing is registered, so the model keeps its
-implementation, and with it the masks that `AttentionMaskInterface` makes for this implementation.
+Models of transformers get their attention function from `AttentionInterface`. While a model is
+watched, the returned function is wrapped; nothing is registered, so the model keeps its
+implementation and the masks that `AttentionMaskInterface` builds for it.
 
-What heads did is read from the arguments that the function gets (q, the keys and values of each
-group, mask and options), not from what it calls inside: `sdpa` repeats keys for each query head and
-packs the heads of a single query into another axis, a flash kernel shows nothing, and sinks are
-sliced off a softmax. Where a function turns out to compute something else than its arguments say,
-PyTorch's functions inside it are heard instead, and if there are none, the call is left out.
+A call is read from the arguments of the function (q, the keys and values of each group, mask and
+options), not from the functions that it calls: `sdpa` repeats keys for each query head and packs
+the heads of a single query into another axis, a flash kernel exposes nothing, and sinks are sliced
+off a softmax. If a function does not compute softmax attention of its arguments, the PyTorch
+functions inside it are captured instead; if there are none, the call is left out.
 
-What a mask cannot tell: which queries of a decoder are padding where it attends to an encoder; they
-count there. Where a cache has dropped keys, the first key is the first that is left. `generate()`
-compiles models for static caches on some devices: ask it for `disable_compile=True`.
+A mask does not show which queries of a decoder are padding in cross-attention; they count there. If
+a cache has dropped keys, the first key is the first remaining one. `generate()` compiles models
+with static caches on some devices: pass `disable_compile=True`.
 
-What `sdpa`, `flash` and `flex` do is known. Any other function, `eager` among them, is tried once
-on its own arguments, without dropout, with values that tell the keys apart: a meaning counts when
-it gives what the function makes of them. Where several do, the next call on which they differ is
-tried as well.
+The meaning of the arguments is known for `sdpa`, `flash` and `flex`. Any other function, such as
+`eager`, is tried once on its own arguments, without dropout, with values that distinguish the keys:
+a meaning is accepted if it gives the function's output. If several do, the next call on which they
+differ is tried as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ...core.reference import rows
 from ...core.shapes import Extent, extent_of, no_autocast
 from ..call import AttentionCall
 from ..known import CHANGED, forget
-from ..mask_import import Found, as_mask, reach, resolve_padding, without_padding
+from ..mask_import import Result, as_mask, reach, resolve_padding, without_padding
 from ..net import SILENCE, CaptureSession, RefcountedPatch
 from ..private_torch import LogSumExp, replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
@@ -50,29 +50,29 @@ from .sdpa import of_all_heads, with_lse
 
 Function = Callable[..., tuple[Any, ...]]
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
-"""What attention modules call the projection of the heads' outputs."""
+"""Names of the output projection in attention modules."""
 
 
 def attention_functions(net: CaptureSession) -> AbstractContextManager[None]:
-    """Hear of the calls that go through transformers' interface; nothing where it is not loaded."""
+    """Capture calls through transformers' interface; do nothing if it is not loaded."""
     loaded = hasattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface")
     return _INTERFACE.activate(net) if loaded else nullcontext()
 
 
 class _Cache(threading.local):
-    """The keys that a cache gave last in this thread, and the position of the first of them."""
+    """The keys that a cache last returned in this thread, and the position of the first one."""
 
     keys: Tensor | None = None
     first = 0
 
 
-_KEPT = _Cache()
-_FOUND: dict[tuple[object, ...], list[str]] = {}
-"""Which meanings the arguments of a function may have."""
+_LAST_UPDATE = _Cache()
+_POSSIBLE: dict[tuple[object, ...], list[str]] = {}
+"""The possible meanings of the arguments of a function."""
 
 
 def _wrap() -> Callable[[], None]:
-    """Let the interface hand out functions that are heard; gives what undoes it."""
+    """Patch the interface to return captured functions; return a function that undoes it."""
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
     cache: Any = sys.modules["transformers.cache_utils"].Cache
     item, get, update = interface.__getitem__, interface.get_interface, cache.update
@@ -84,11 +84,11 @@ def _wrap() -> Callable[[], None]:
         return _captured(item(self, implementation))
 
     def updated(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **b: Any) -> Any:
-        kept = update(self, keys, values, layer_idx, *a, **b)
+        result = update(self, keys, values, layer_idx, *a, **b)
         if _INTERFACE.everyone and getattr(self.layers[layer_idx], "is_sliding", False):
-            dropped = int(self.get_seq_length(layer_idx)) - kept[0].shape[2]
-            _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
-        return kept
+            dropped = int(self.get_seq_length(layer_idx)) - result[0].shape[2]
+            _LAST_UPDATE.keys, _LAST_UPDATE.first = result[0], max(dropped, 0)
+        return result
 
     undo = replace_all(
         (interface, "__getitem__", getitem),
@@ -98,7 +98,7 @@ def _wrap() -> Callable[[], None]:
 
     def restore() -> None:
         undo()
-        _FOUND.clear()
+        _POSSIBLE.clear()
         _captured.cache_clear()
 
     return restore
@@ -123,55 +123,56 @@ def _attend(
     *rest: Any,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Make a call of the interface and tell of it."""
+    """Run a call of the interface and report it."""
     nets = [net for net in _INTERFACE.everyone if net.captures(module)]
     tensors = (query, key, value, attention_mask)
-    # A paged cache holds the keys itself; other shapes are nobody's habit.
+    # A paged cache holds the keys itself; other shapes do not occur.
     if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
         _follow_in_full(nets, module)
         return function(module, *tensors, *rest, **options)
     net = nets[-1]
-    kept, _KEPT.keys = _KEPT.keys, None
-    behind = 0 if kept is None or kept is key else _behind(kept, key)
-    given = Given(net, function, module, tensors, options, behind)
+    cached, _LAST_UPDATE.keys = _LAST_UPDATE.keys, None
+    behind = 0 if cached is None or cached is key else _behind(cached, key)
+    given = InterfaceCall(net, function, module, tensors, options, behind)
     with SILENCE:  # this is for all nets of a thread
         meaning = given.meaning()
         if meaning is not None:
-            return _emit(nets, given, meaning, _KEPT.first if kept is key or behind else 0)
+            first = _LAST_UPDATE.first if cached is key or behind else 0
+            return _emit(nets, given, meaning, first)
     _follow_in_full(nets, module)
     if not net.in_full:
         return function(module, *tensors, **options)
-    told = len(net.noticed)
+    count = len(net.noticed)
     result = function(module, *tensors, **options)
-    if len(net.noticed) == told:
+    if len(net.noticed) == count:
         net.leave_out(
             net.names.stack[-1],
-            f"{given.named} gives something else than softmax(scale · q·k + mask) · v of its "
-            f"arguments, and nothing that attends was seen inside it",
+            f"{given.named} does not return softmax(scale · q·k + mask) · v of its arguments, and "
+            f"no known attention function was called inside it",
         )
     return result
 
 
 def _follow_in_full(nets: Sequence[CaptureSession], module: nn.Module) -> None:
-    """Leave out a call that only the functions inside it tell of, where no net hears these."""
+    """Leave out a call that only its inner functions report, in sessions that skip these."""
     for net in nets:
         if not net.in_full:
             forget(net.names.model)
             net.names.left_out[net.names.names[id(module)]] = CHANGED
 
 
-def _behind(kept: Tensor, key: Tensor) -> int:
-    """Return how many keys a model has put behind those that its cache gave."""
-    if key.dtype != kept.dtype or key.shape[2] <= kept.shape[2]:
+def _behind(cached: Tensor, key: Tensor) -> int:
+    """Return the number of keys that a model has appended to those of its cache."""
+    if key.dtype != cached.dtype or key.shape[2] <= cached.shape[2]:
         return 0
-    behind = key.shape[2] - kept.shape[2]
-    return behind if torch.equal(key[:, :, :-behind], kept) else 0
+    behind = key.shape[2] - cached.shape[2]
+    return behind if torch.equal(key[:, :, :-behind], cached) else 0
 
 
 def _emit(
-    nets: Sequence[CaptureSession], given: Given, meaning: Meaning, first: int
+    nets: Sequence[CaptureSession], given: InterfaceCall, meaning: Meaning, first: int
 ) -> tuple[Any, ...]:
-    """Tell every net, those inside of what those outside have made of the output."""
+    """Report a call to every session; inner ones receive the output of outer ones."""
     served = given.served() if SERVED.everyone or given.kind == "headwise" else None
     module, q, k, v, result = given.module, given.q, given.k, given.v, None
     if meaning.keys != given.keys:
@@ -179,13 +180,13 @@ def _emit(
     lse = None
     if served is None:
         result, lse = given.run()
-        made: Any = partial(given.heads_of, result)
-        dtype = result[0].dtype  # to which the function has cast them all under autocast
+        original: Any = partial(given.heads_of, result)
+        dtype = result[0].dtype  # to which the function has cast all of them under autocast
     else:
-        made, dtype = served.out, served.call.q.dtype
+        original, dtype = served.out, served.call.q.dtype
     if not q.dtype is k.dtype is v.dtype is dtype:
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    out, projected_by = made, partial(projection_of, module, q.shape[1] * v.shape[3])
+    out, projected_by = original, partial(projection_of, module, q.shape[1] * v.shape[3])
     for net in nets:
         name = net.names.names.get(id(module))
         named = net.names.current if name is None else name
@@ -203,13 +204,13 @@ def _emit(
             out = call.out if new is None else new
     if result is None:
         return out.transpose(1, 2).contiguous(), None
-    if out is made:
+    if out is original:
         return result
     return out.transpose(1, 2).reshape(result[0].shape).contiguous(), *result[1:]
 
 
 def projection_of(module: nn.Module, width: int) -> Tensor | None:
-    """The weight `[O, H · Dv]` by which the module projects its heads' outputs, if it has one."""
+    """Return the weight `[O, H · Dv]` of a module's output projection, if it has one."""
     for name in _PROJECTIONS:
         layer = module._modules.get(name)
         weight = getattr(layer, "weight", None)
@@ -221,18 +222,18 @@ def projection_of(module: nn.Module, width: int) -> Tensor | None:
     return None
 
 
-# ── what arguments mean ─────────────────────────────────────────────────────────────────────────
+# ── the meaning of arguments ────────────────────────────────────────────────────────────────────
 
 _KNOWN = {
     "sdpa_attention_forward": "sdpa",
     "flash_attention_forward": "flash",
     "flex_attention_forward": "flex",
 }
-"""Functions of transformers of which it is known what they make of their arguments."""
+"""Functions of transformers whose arguments have a known meaning."""
 
 
 class Meaning(NamedTuple):
-    """A call in headwise's terms: what `observe()` takes beside the tensors, of so many keys."""
+    """A call in headwise's terms: the number of keys, and the keywords of `observe()`."""
 
     keys: int
     keywords: dict[str, Any]
@@ -251,10 +252,10 @@ def _name_and_kind(function: Function) -> tuple[str, str | None]:
     return named, _KNOWN.get(named) if own else None
 
 
-class Given:
+class InterfaceCall:
     """The arguments of a function of the interface: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
 
-    So many keys `behind` those of a cache have no position.
+    The last `behind` keys, after those of a cache, have no position.
     """
 
     def __init__(
@@ -286,28 +287,28 @@ class Given:
             self.kind = "headwise" if plain else None
 
     def run(self) -> tuple[Any, LogSumExp | None]:
-        """Call the function; `sdpa` also for the log-sum-exp that its kernel has on a GPU."""
+        """Call the function; for `sdpa` on a GPU, also return the log-sum-exp of its kernel."""
         call = partial(self.function, self.module, *self.given, **self.options)
         return with_lse(self.q, call) if self.kind == "sdpa" else (call(), None)
 
     def heads_of(self, result: tuple[Any, ...]) -> Tensor:
-        """The heads' outputs `[B, H, T, Dv]` in what the function gave."""
+        """Return the heads' outputs `[B, H, T, Dv]` from the result of the function."""
         out = result[0]  # [B, T, H, Dv], or the heads side by side
         return out.reshape(*out.shape[:2], self.heads, -1).transpose(1, 2)
 
     def served(self) -> AcceleratedCall | None:
-        """The call as headwise computes it, where the function is headwise's or accelerated."""
+        """Return the accelerated call, if the function is headwise's or accelerated."""
         accelerated = self.kind == "sdpa" and accelerators() and not special(self.options)
         if self.kind != "headwise" and not accelerated:
             return None
         found = served_call(self.module, *self.given, self.options)
-        if isinstance(found, str):  # the function itself says why
+        if isinstance(found, str):  # the function itself reports the reason
             return None
         note(self.named, found)
         return found
 
     def meaning(self) -> Meaning | None:
-        """Return what the arguments mean to the function; `None` if it computes something else."""
+        """Return the meaning of the arguments; `None` if the function computes something else."""
         options = self.options
         if self.kind == "sdpa" and self.mask is None and options.get("position_bias") is None:
             place = self.causal, self.queries, self.keys, options.get("scaling")
@@ -321,33 +322,35 @@ class Given:
         queries, keys = self.queries, self.keys
         form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries < keys, queries > keys)
         place = (self.function, type(self.module), self.causal, *form)
-        known = _FOUND.get(place)
+        known = _POSSIBLE.get(place)
         possible = {name: meanings[name] for name in known or () if name in meanings}
         if known is None or (known and not possible) or not _agree(list(possible.values())):
-            _FOUND[place] = known = self._fitting(possible or meanings)
+            _POSSIBLE[place] = known = self._fitting(possible or meanings)
         return next((meanings[name] for name in known if name in meanings), None)
 
     def _fitting(self, meanings: dict[str, Meaning]) -> list[str]:
-        """The meanings that the function's output allows, the likeliest first: on a few rows, and
-        of values that tell apart the keys and the heads."""
+        """Return the meanings that agree with the function's output on a few rows, likeliest first.
+
+        The values distinguish the keys and the heads.
+        """
         q, k, v, mask = self.given
         size = (v.shape[1], v.shape[2], v.shape[3])
         head, key, wave = (torch.arange(n, device=v.device) for n in size)
         angle = (key[:, None] + 0.5) * wave * (torch.pi / v.shape[2]) + head[:, None, None]
-        told = angle.cos().to(v.dtype).repeat(len(v), 1, 1, 1)
+        distinct = angle.cos().to(v.dtype).repeat(len(v), 1, 1, 1)
         still = {"dropout": 0.0} if "dropout" in self.options else {}
         with torch.no_grad():
-            result = self.function(self.module, q, k, told, mask, **(self.options | still))
-            out, told = self.heads_of(result), told.expand(len(self.k), -1, -1, -1)
+            result = self.function(self.module, q, k, distinct, mask, **(self.options | still))
+            out, distinct = self.heads_of(result), distinct.expand(len(self.k), -1, -1, -1)
             with no_autocast(self.q.device):
                 return [
                     name
                     for name, meaning in meanings.items()
-                    if _gives(self.q, self.k, told, meaning, out)
+                    if _gives(self.q, self.k, distinct, meaning, out)
                 ]
 
     def meanings(self) -> Iterator[tuple[str, Meaning]]:
-        """Yield possible meanings, the likeliest first; one where the function is known."""
+        """Yield possible meanings, likeliest first; only one if the function is known."""
         options = self.options
         known = {} if self.kind == "sdpa" else options
         bias = None if self.kind == "flash" else options.get("position_bias")
@@ -359,8 +362,8 @@ class Given:
             yield name, Meaning(keys, keywords, behind)
 
     def _masks(self) -> Iterator[tuple[str, int, Mask, int]]:
-        """Each meaning's name, how many keys count, who may attend to them, and how many are behind
-        the sequence; padded queries may attend to none."""
+        """Yield each meaning's name, its number of keys, its mask, and the number of keys behind
+        the sequence. Padded queries may attend to no key."""
         mask, keys, queries = self.mask, self.keys, self.queries
         if isinstance(mask, Tensor) and mask.dim() != 2:
             yield "mask", *self._once(mask, keys, self._of_mask)
@@ -382,16 +385,16 @@ class Given:
         if self.kind in ("flex", None):
             yield "mask", keys, real, 0
 
-    def _once(self, given: Tensor, keys: int, find: Callable[[Tensor, int], Found]) -> Found:
-        """Return what is found of a tensor, which mostly serves all layers."""
-        what = ("transformers", find.__name__, self._extent(keys), self.own, self.behind)
-        return self.net.masks.of(given, what, lambda: find(given, keys))
+    def _once(self, given: Tensor, keys: int, find: Callable[[Tensor, int], Result]) -> Result:
+        """Return the cached result for a tensor, which all layers usually share."""
+        place = ("transformers", find.__name__, self._extent(keys), self.own, self.behind)
+        return self.net.masks.of(given, place, lambda: find(given, keys))
 
     def _of_table(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         return keys, as_mask(given[..., :keys], self._extent(keys))
 
     def _of_mask(self, given: Tensor, keys: int) -> tuple[int, Mask, int]:
-        """A mask `[B, H, T, S]`."""
+        """Convert a mask `[B, H, T, S]`."""
 
         def find(sizes: Extent) -> Mask:
             return as_mask(given[..., : sizes.keys], sizes)
@@ -412,7 +415,7 @@ class Given:
         return keys, without_padding(mask, self._extent(keys), device)
 
     def _band(self, keys: int) -> Mask:
-        """Return the mask by position of a kernel that is told so in place of a mask."""
+        """Return the mask of a kernel with options for causality and a window."""
         window, extent = self.options.get("sliding_window"), self._extent(keys)
         if window is None or keys <= window:
             return Causal() if self.causal and extent.queries > 1 else Everything()
@@ -422,7 +425,7 @@ class Given:
         return Dense((i + extent.offset - j).abs() < window)
 
     def _packed(self, keys: int) -> Mask:
-        """Texts side by side in a row, of which a flash kernel is told by their places."""
+        """Return the mask of packed texts, which a flash kernel gets as offsets or positions."""
         ends, places = (self.options.get(name) for name in ("cu_seq_lens_q", "position_ids"))
         batch = self.batch
         if self.kind != "flash" or self.mask is not None or self.queries != keys:
@@ -441,13 +444,13 @@ class Given:
 
     @property
     def own(self) -> bool:
-        """Return True for self-attention, whose queries stand at the keys' end."""
+        """True for self-attention, whose queries are at the end of the keys."""
         same = self.causal or self.queries == self.keys
         return same and not self.net.names.crosses_in(self.module)
 
 
 def _agree(meanings: list[Meaning]) -> bool:
-    """Return whether all these are one meaning in this call."""
+    """Return True if all these meanings are equal in this call."""
     forms = [(one.keys, one.keywords["mask"]) for one in meanings]
     return all(form == forms[0] for form in forms)
 
@@ -459,9 +462,9 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _gives(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, out: Tensor) -> bool:
-    """Return whether the meaning gives a few rows of the output, as well as low precision can.
+    """Return True if the meaning gives a few rows of the output, within low precision.
 
-    Rows that are not finite tell nothing: some functions make them 0.
+    Rows that are not finite are inconclusive, as some functions set them to 0.
     """
     q, k, v = (x.to(out.dtype) for x in (q, k[:, :, : meaning.keys], v[:, :, : meaning.keys]))
     extent = extent_of(q, k, v)
@@ -471,8 +474,8 @@ def _gives(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, out: Tensor) -> bo
     picked = torch.tensor(sorted({0, extent.queries // 2, extent.queries - 1}), device=q.device)
     scores = dict(meaning.keywords)
     some = (q[:, :, picked], k, v, scores.pop("mask"), extent, i[picked], j)
-    wanted = rows(*some, **scores)
-    alive = wanted.allowed.any(-1, keepdim=True)
+    expected = rows(*some, **scores)
+    valid = expected.allowed.any(-1, keepdim=True)
     close = 1e-2 if torch.finfo(out.dtype).eps < 1e-4 else 1e-1
-    compared = [x.double().where(alive, 0.0) for x in (wanted.out, out[:, :, picked])]
+    compared = [x.double().where(valid, 0.0) for x in (expected.out, out[:, :, picked])]
     return torch.allclose(*compared, rtol=0.0, atol=close, equal_nan=True)  # of values up to 1

@@ -1,4 +1,4 @@
-"""`varlen_attn`: sequences one behind another, of which each attends to itself or to its past."""
+"""Capture `varlen_attn`: concatenated sequences, each of which attends only to itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..private_torch import arguments
 
 
 def functions() -> dict[Any, Interceptor]:
-    """The operator behind `varlen_attn`; none where its module is not loaded."""
+    """Return the operator of `varlen_attn`; nothing if its module is not loaded."""
     if "torch.nn.attention.varlen" not in sys.modules:
         return {}
     operator = torch.ops.torch_attn._varlen_attn
@@ -27,27 +27,28 @@ def functions() -> dict[Any, Interceptor]:
 def varlen_attention(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Queries `[T_q, H, D]`, keys and values `[T_k, G, D]` of sequences that `cu_seq` delimits.
+    """Report queries `[T_q, H, D]`, keys and values `[T_k, G, D]` of the sequences in `cu_seq`.
 
-    Where queries and keys are of the same sequences it is one call, and no query sees another
-    sequence. Else every sequence is a call of its own, its last query at its last key.
+    If queries and keys belong to the same sequences, this is one call in which no query sees
+    another sequence. Otherwise every sequence is a call, with its last query at its last key.
     """
     result = function(*args, **kwargs)
-    asked = arguments(torch.ops.torch_attn._varlen_attn.default, args, kwargs)
-    if asked["block_table"] is not None:
+    bound_args = arguments(torch.ops.torch_attn._varlen_attn.default, args, kwargs)
+    if bound_args["block_table"] is not None:
         raise ValueError(
             f"{net.quote}: {net.names.current!r} calls varlen_attn with a block_table, whose pages "
             f"cannot be watched; leave paged caches out."
         )
     out = result[0]
-    q, k, v, made = (
-        x.transpose(0, 1)[None] for x in (asked["query"], asked["key"], asked["value"], out)
+    q, k, v, heads_out = (
+        x.transpose(0, 1)[None]
+        for x in (bound_args["query"], bound_args["key"], bound_args["value"], out)
     )
-    of_q, of_k = asked["cu_seq_q"], asked["cu_seq_k"]
+    of_q, of_k = bound_args["cu_seq_q"], bound_args["cu_seq_k"]
     of_k = of_q if of_k is None else of_k
-    used = asked["seqused_k"]
-    left, right = asked["window_size"] or (-1, -1)
-    if asked["is_causal"]:
+    used = bound_args["seqused_k"]
+    left, right = bound_args["window_size"] or (-1, -1)
+    if bound_args["is_causal"]:
         right = 0
     if used is None and torch.equal(of_q, of_k):
         whole = slice(0, q.shape[2])
@@ -60,23 +61,23 @@ def varlen_attention(
             for a, b, c, d in edges
             if b > a and d > c
         ]
-    told = []
+    replacements = []
     for rows, keys, mask in parts:
-        parts_of = q[:, :, rows], k[:, :, keys], v[:, :, keys], made[:, :, rows]
+        parts_of = q[:, :, rows], k[:, :, keys], v[:, :, keys], heads_out[:, :, rows]
         call = AttentionCall(net.names.current, "varlen_attn", *parts_of, own_positions=True)
-        call.keywords |= {"mask": mask, "scale": asked["scale"]}
-        told.append(net.emit(call))
-    if all(new is None for new in told):
+        call.keywords |= {"mask": mask, "scale": bound_args["scale"]}
+        replacements.append(net.emit(call))
+    if all(new is None for new in replacements):
         return result
     out = out.clone()
-    for (rows, _, _), new in zip(parts, told, strict=True):
+    for (rows, _, _), new in zip(parts, replacements, strict=True):
         if new is not None:
             out[rows] = new[0].transpose(0, 1)
     return out, *result[1:]
 
 
 def _of_sequences(edges: Tensor, left: int, right: int) -> Mask:
-    """Each query sees its own sequence, so far back and ahead (−1: all of it)."""
+    """Return the mask of a window in each sequence, so far back and ahead (−1: unlimited)."""
     i = torch.arange(int(edges[-1]), device=edges.device)
     number = torch.searchsorted(edges[1:].contiguous(), i, right=True)
     low, high = edges[number], edges[number + 1]
