@@ -210,7 +210,7 @@ def test_adaption_prompts_are_attention_of_their_own() -> None:
 
 
 def test_columns_of_an_alignment_are_seen_where_heads_are_told() -> None:
-    tied = "no product with values was seen"  # the rows share their weights
+    tied = "several vectors of each key at once, as rows do that share their weights (tied rows)"
     assert_left_out(msa(), tied)
     assert_left_out(msa(), tied, seen=1, heads={"*column*": 4})
 

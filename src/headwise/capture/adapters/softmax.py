@@ -283,7 +283,12 @@ def einsum(
     place, record = tracked[0]
     p, v = operands[place], operands[1 - place]
     found_order = _order(args[0], [x.dim() for x in operands], place)
-    if found_order is None or v.dim() < 3:
+    if found_order is TIED:
+        net.followed(found.mark)
+        shape = found.scores.shape
+        quote = f"the softmax of {list(shape)} weighs {TIED}"
+        _may_attend(net, quote, shape[-1] == shape[-2] > 1)
+    if not isinstance(found_order, tuple) or v.dim() < 3:
         return out
     order, shared, of_values = found_order
     sorted_ = out.permute(order)
@@ -315,21 +320,25 @@ def _storage(x: Tensor) -> set[StorageWeakRef]:
     return {StorageWeakRef(x.untyped_storage())}
 
 
+TIED = "several vectors of each key at once, as rows do that share their weights (tied rows)"
+"""What a softmax does in row attention of MSA Transformers, whose scores are sums over rows."""
+
+
 def _order(
     equation: str, axes: list[int], place: int
-) -> tuple[list[int], list[bool], list[int]] | None:
+) -> tuple[list[int], list[bool], list[int]] | str:
     """Return the axes of an einsum's result, in the order of the probabilities with the value's
     axis in place of the key's; the leading axes that share their values; and the axes of the values
-    in the same order, −1 for shared ones. `None` if it is not a product of probabilities with a
-    vector for each key."""
+    in the same order, −1 for shared ones. `TIED` for a product with several vectors for each key,
+    and an empty text if it is not a product of probabilities with values."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
-        return None
+        return ""
     spelled = terms.split(",")
     missing = [n - len(term.replace("...", "")) for n, term in zip(axes, spelled, strict=True)]
     letters = "ABCDEFGHIJ"[: max(missing)]  # the axes of `...`, aligned at the end in all operands
     if set(letters) & set(equation):
-        return None
+        return ""
     spelled = [
         term.replace("...", letters[len(letters) - n :])
         for term, n in zip(spelled, missing, strict=True)
@@ -337,11 +346,13 @@ def _order(
     result = result.replace("...", letters)
     p, v = spelled[place], spelled[1 - place]
     own = [letter for letter in result if letter not in p]
-    if p[-1] in result or p[-1] not in v or len(own) != 1 or own[0] not in v:
-        return None
+    if p[-1] in result or p[-1] not in v or not own or not {*own} <= {*v}:
+        return ""
+    if len(own) > 1:
+        return TIED if {*p[:-1]} <= {*result} else ""
     wanted = p[:-1] + own[0]
     if sorted(wanted) != sorted(result):
-        return None
+        return ""
     of_values = [v.find(c) for c in (*p[:-2], p[-1], own[0])]
     return [result.index(c) for c in wanted], [c not in v for c in p[:-2]], of_values
 
