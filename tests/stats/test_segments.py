@@ -22,7 +22,8 @@ def definition(weights: Tensor, parts: dict[str, Any]) -> dict[str, Tensor]:
         if not isinstance(given, Tensor):
             keys = range(weights.shape[-1])
             given = torch.tensor([any(a <= key < b for a, b in ranges) for key in keys])
-        found[name] = weights[..., given[: weights.shape[-1]]].sum(-1)
+        given = given[: weights.shape[-1]]
+        found[name] = weights[..., : len(given)][..., given].sum(-1)
     return found
 
 
@@ -208,6 +209,16 @@ def test_generate_of_a_model_that_sees_images() -> None:
     assert chosen.chosen(12, ids.device)[0, :, 0].tolist() == (ids[0] == image).tolist()
     with pytest.raises(ValueError, match="no such id"):
         hw.Segments.of_tokens(ids, {"image": 2})
+    runs = hw.Segments.of_tokens(transformers.BatchFeature(inputs), model, runs=True)
+    spelled = {"text 1": (0, 2), "image": (2, 6), "text 2": (6, 12)}
+    model.set_attn_implementation("sdpa")
+    tables = []
+    for segments in (runs, hw.Segments(spelled)):
+        with torch.no_grad(), hw.watch(model, segments, modules="*language_model*") as seen:
+            model(**inputs)
+        tables.append([[row[name] for name in spelled] for row in seen.table()])
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 8
 
 
 def test_generate_of_qwen2_vl() -> None:
@@ -232,3 +243,21 @@ def test_generate_of_qwen2_vl() -> None:
     }
     steps(model, inputs, {"image": (3, 7), "question": (8, 12)})
     assert hw.Segments.of_tokens(ids[0], model.config).names == ("image",)  # and no video
+    runs = hw.Segments.of_tokens(inputs, model, runs=True)
+    assert runs.names == ("text 1", "image", "text 2")
+    model.set_attn_implementation("sdpa")
+    steps(model, inputs, {name: x[0] for name, x in runs.segments.items()})
+
+
+def test_runs_of_several_images_and_texts() -> None:
+    ids = torch.tensor([[5, 39, 39, 6, 7, 39, 8], [0, 0, 39, 38, 38, 6, 7]])
+    kinds = {"image": 39, "video": 38, "audio": 37}
+    runs = hw.Segments.of_tokens({"input_ids": ids, "attention_mask": ids > 0}, kinds, runs=True)
+    assert runs.names == ("text 1", "image 1", "text 2", "video", "image 2", "text 3")
+    found = {name: one.nonzero().tolist() for name, one in runs.segments.items()}  # type: ignore[union-attr]
+    assert found["text 1"] == [[0, 0], [1, 5], [1, 6]]
+    assert found["image 1"] == [[0, 1], [0, 2], [1, 2]]
+    assert found["text 3"] == [[0, 6]]
+    assert found["video"] == [[1, 3], [1, 4]]
+    listed = hw.Segments.of_tokens({"input_ids": ids.tolist()}, kinds, runs=True)
+    assert listed.names == ("text 1", "image 1", "text 2", "video", "image 2", "text 3")

@@ -67,15 +67,20 @@ class Segments(Statistic):
         self.needs = dict.fromkeys(self.segments, _OnSegments(self))
 
     @classmethod
-    def of_tokens(cls, input_ids: Int[Tensor, "*B S"], tokens: Any) -> Segments:
+    def of_tokens(
+        cls, inputs: Int[Tensor, "*B S"] | Mapping[str, Any], tokens: Any, runs: bool = False
+    ) -> Segments:
         """Return the segments of tokens that stand for images, videos or audio, by their ids.
 
         Args:
-            input_ids: what the model is called with: `[S]` or `[B, S]`, as a processor gives it,
-                with one token for each part of an image.
+            inputs: what the model is called with: the output of its processor, or the ids in it,
+                `[S]` or `[B, S]`, with one token for each part of an image.
             tokens: the id of each kind, such as `{"image": 151655}`; or a model of transformers or
                 its config, which has them as `image_token_id` (or `image_token_index`),
                 `video_token_id` and `audio_token_id`. Kinds that do not occur are left out.
+            runs: make a segment of each run of such tokens, and of each text before, between and
+                after them: `text 1`, `image 1`, `text 2`, …; without a number if there is only one
+                of its kind.
 
         Raises:
             ValueError: no such id occurs.
@@ -84,6 +89,8 @@ class Segments(Statistic):
         >>> ids = torch.tensor([[5, 39, 39, 39, 7]])
         >>> hw.Segments.of_tokens(ids, {"image": 39, "audio": 38}).names
         ('image',)
+        >>> hw.Segments.of_tokens(ids, {"image": 39}, runs=True).names
+        ('text 1', 'image', 'text 2')
         """
         if not isinstance(tokens, Mapping):
             config = getattr(tokens, "config", tokens)
@@ -93,15 +100,18 @@ class Segments(Statistic):
                 for name in ("id", "index")
                 if isinstance(value := getattr(config, f"{kind}_token_{name}", None), int)
             }
-        found = {
-            name: mask for name, one in tokens.items() if bool((mask := input_ids == one).any())
-        }
+        given = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        ids = torch.as_tensor(given["input_ids"])
+        found = {name: mask for name, one in tokens.items() if bool((mask := ids == one).any())}
         if not found:
             raise ValueError(
                 f"Segments.of_tokens(…, {tokens}): no such id occurs in input_ids "
-                f"{list(input_ids.shape)}; give ids as the processor gives them."
+                f"{list(ids.shape)}; give ids as the processor gives them."
             )
-        return cls(found)
+        if not runs:
+            return cls(found)
+        text = torch.as_tensor(given.get("attention_mask", torch.ones_like(ids))).bool()
+        return cls(_runs({"text": text & ~torch.stack([*found.values()]).any(0), **found}))
 
     def __repr__(self) -> str:
         return f"Segments({self.segments})"
@@ -167,6 +177,18 @@ def _positions(name: object, given: object) -> tuple[Range, ...] | Tensor:
         f"Segments({{{name!r}: {shown}}}): a segment is a name with a range (start, stop) of "
         f"positions from 0, a list of ranges, or a boolean tensor [S] or [B, S]."
     )
+
+
+def _runs(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each run of True in each mask, `[S]` or `[B, S]`, by name and number, in order."""
+    runs = {}
+    for name, mask in masks.items():
+        before = torch.nn.functional.pad(mask[..., :-1], (1, 0))
+        number = (mask & ~before).cumsum(-1) * mask
+        last = int(number.max())
+        runs |= {f"{name} {n}" if last > 1 else name: number == n for n in range(1, last + 1)}
+    begins = {name: int(run.nonzero()[:, -1].min()) for name, run in runs.items()}
+    return {name: runs[name] for name in sorted(runs, key=begins.__getitem__)}
 
 
 class _OnSegments(Need):
