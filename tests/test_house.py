@@ -99,8 +99,8 @@ def test_the_block_can_fail() -> None:
 def test_the_public_names_are_these() -> None:
     statistics = """Distance Entropy LSE Map Mass MaxLogit Norms OffsetHistogram OutputNorm Received
         RowSum Running Segments Similarity Sink Statistic TopKeys"""
-    masks = """ALiBi At Bias Causal Dense Documents First Induction Mask Padding Prefix Previous
-        SameToken Self Window"""
+    masks = """ALiBi At Bias Causal Dense Documents First FirstOfDocument Induction Mask Padding
+        Prefix Previous SameToken Self Window"""
     layers = "EntropyFloor History KVCache Monitor MultiHeadAttention RoPE"
     functions = """ablate ablation_scan accelerate attend attention_of check circuits convert
         detect_layout edit explain head_outputs importance look observe patch prune_ qk_clip_

@@ -20,7 +20,7 @@ from .stats.max_logit import MaxLogit, Norms
 from .stats.observe import observe
 from .stats.offsets import OffsetHistogram
 from .stats.output_norm import OutputNorm
-from .stats.patterns import At, First, Induction, Previous, SameToken, Self
+from .stats.patterns import At, First, FirstOfDocument, Induction, Previous, SameToken, Self
 from .stats.plan import RowSum
 from .stats.received import Received
 from .stats.running import Running
@@ -78,6 +78,7 @@ __all__ = [
     "Entropy",
     "EntropyFloor",
     "First",
+    "FirstOfDocument",
     "History",
     "Induction",
     "KVCache",

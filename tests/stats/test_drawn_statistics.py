@@ -33,6 +33,8 @@ def everything(ids: Tensor, width: int) -> list[Statistic]:
         hw.Mass(hw.Previous(2)),
         hw.Mass(hw.Self()),
         hw.Mass(hw.SameToken(ids)),
+        hw.Mass(hw.FirstOfDocument(ids), name="first of document"),
+        hw.Mass(hw.FirstOfDocument(ids, 2), name="two of document"),
         hw.Mass(hw.Induction(ids)),
         hw.Mass(hw.Window(3), name="near"),
         hw.Distance(spread=True),

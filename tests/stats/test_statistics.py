@@ -49,6 +49,8 @@ def everything(ids: torch.Tensor) -> list[Statistic]:
         hw.Mass(hw.Self()),
         *(hw.Mass(At(offset)) for offset in (-2, 1, 3)),
         hw.Mass(hw.SameToken(ids)),
+        hw.Mass(hw.FirstOfDocument(ids), name="first of document"),
+        hw.Mass(hw.FirstOfDocument(ids, 2), name="two of document"),
         hw.Mass(hw.Induction(ids)),
         hw.Mass(hw.Window(3), name="near"),
         hw.Distance(spread=True, absolute=True),
@@ -342,11 +344,13 @@ def test_weights_are_read_while_a_cache_goes_on_behind_its_keys() -> None:
 def test_patterns_are_masks() -> None:
     q, k, v = (x.double() for x in qkv(t=S))
     ids = torch.randint(0, 3, (S,))
+    early = torch.stack([ids[: j + 1].eq(ids[j]).sum() <= 2 for j in range(S)])  # in its document
     pairs = [
         (hw.First(2), hw.Prefix(2)),
         (hw.Self(), At(0)),
         (hw.Previous(3), At(-3)),
         (hw.First(2) & hw.Window(4), hw.Prefix(2) & hw.Window(4)),
+        (hw.FirstOfDocument(ids, 2), hw.Dense(ids[:, None].eq(ids) & early)),
         (hw.SameToken(ids), hw.Dense(ids[:, None].eq(ids) & ~torch.eye(S, dtype=torch.bool))),
     ]
     for one, other in pairs:

@@ -20,7 +20,7 @@ from ..stats.lse import LSE, Sink
 from ..stats.mass import Mass
 from ..stats.max_logit import MaxLogit, Norms
 from ..stats.observe import observe
-from ..stats.patterns import First, Induction, SameToken
+from ..stats.patterns import First, OfTokens
 from ..stats.record import Reading
 from ..stats.seen import Seen
 from ..stats.segments import Segments
@@ -127,7 +127,7 @@ def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
     if isinstance(statistic, Segments):
         return statistic.among(statistic.first_key + first_key, None)
     if isinstance(statistic, Mass):
-        mergeable = not isinstance(statistic.keys, SameToken | Induction)
+        mergeable = not isinstance(statistic.keys, OfTokens)
     if isinstance(statistic, Distance):
         mergeable = not (statistic.spread or statistic.absolute)
     if not mergeable:

@@ -22,7 +22,7 @@ from ..core.mask_algebra import Mask, Rows
 from ..core.modes import readable
 from ..core.reference import Definition, finish_scores
 from .blocks import RowFigure, ScoreBlock, probability
-from .patterns import First, KeyRanges, OneKey, Pattern, ranges_of
+from .patterns import First, KeyRanges, OfTokens, OneKey, Pattern, ranges_of
 from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
@@ -226,7 +226,7 @@ class _Masses:
                 return pairs, lambda: self._of_columns(ranges.order[0, first:last])
             if len(ranges.start) == 1 and bool(((ranges.stop - ranges.start) <= 1).all()):
                 return pairs, lambda: self._of_one_key(ranges)
-        if ranges.omit is None:
+        if ranges.omit is None and not isinstance(self.need.keys, OfTokens):
             return WITHIN, self._within
         if self.mean_width > CROWDED * self.extent.keys:
             return CROWD, self.of_rows

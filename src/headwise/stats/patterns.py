@@ -64,7 +64,10 @@ class Pattern(Mask):
 
 @dataclass(frozen=True)
 class First(Pattern):
-    """The first `count` keys, where attention sinks form."""
+    """The first `count` keys, where attention sinks form.
+
+    In a packed row, these are the keys of its first document; see `FirstOfDocument`.
+    """
 
     count: int = 1
     name = "first"
@@ -237,6 +240,38 @@ class Induction(OfTokens):
         before = torch.roll(ids, 1, dims=1)
         before[:, :1] = torch.iinfo(before.dtype).min  # key 0 follows nothing
         return before, ids
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FirstOfDocument(OfTokens):
+    """The first `count` keys of the query's document in a packed row, where sinks form.
+
+    `ids` has the document of each key, `[B, S]` or `[S]`, as in `Documents(ids)`.
+
+    >>> import headwise as hw
+    >>> ids = torch.tensor([0, 0, 1, 1])
+    >>> hw.FirstOfDocument(ids).dense(queries=4, keys=4)[0, 0].int().tolist()
+    [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
+    """
+
+    count: int = 1
+    name = "first"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, "count", 1)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        ids, _ = self.carried(i.device)
+        ordered, order = ids.sort(dim=1, stable=True)
+        place = torch.arange(ids.shape[1], device=ids.device) - torch.searchsorted(ordered, ordered)
+        place = torch.empty_like(order).scatter_(1, order, place)
+        return (take(ids, j) == take(ids, i + extent.offset)) & (take(place, j) < self.count)
+
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
+        """Return the keys as ranges: in order of their documents, the first of each."""
+        found = super().ranges(extent, device)
+        return KeyRanges(found.order, found.start, found.stop.minimum(found.start + self.count))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
