@@ -1,14 +1,16 @@
 """What each statistic costs, alone and together, at three lengths; and how far they reach.
 
     python benchmarks/every_statistic.py [--lengths 512 2048 8192] [--rounds N] [--backend NAME]
+        [--only NAME …]
     python benchmarks/every_statistic.py --long
 
 Self-attention, causal, float32, B 1, H 12, D 64, on the CPU. Contenders take turns in every round
 and figures are multiples of the plain forward in the same round; equality with the definition is
 asserted first. Peers take turns too where they can: PyTorch's compiled FlexAttention, materialised
-weights, a second pass in blocks; where one cannot, its row says why. `--long` takes the full set
-at T 32,768 in a process of its own, and 256 drawn queries of a million keys in bfloat16: seconds
-and peak memory above the inputs. A run is kept in `benchmarks/results/`, unless `--no-record`.
+weights, a second pass in blocks; where one cannot, its row says why. `--only` times some statistics
+beside `attend`. `--long` takes the full set at T 32,768 in a process of its own, and 256 drawn
+queries of a million keys in bfloat16: seconds and peak memory above the inputs. A run is kept in
+`benchmarks/results/`, unless `--no-record`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,13 +211,17 @@ def assert_equal() -> None:
                 torch.testing.assert_close(work(), theirs[name], rtol=1e-3, atol=1e-3, msg=name)
 
 
-def contenders(length: int, backend: str = "auto") -> tuple[Calls, dict[str, str]]:
+def contenders(
+    length: int, backend: str = "auto", only: Sequence[str] = ()
+) -> tuple[Calls, dict[str, str]]:
     """Everything that takes a turn at one length; and what does not, with the reason."""
     q, k, v = inputs(length)
     keywords: dict[str, Any] = {"mask": hw.Causal(), "backend": backend}
     found: Calls = {"attend": partial(hw.attend, q, k, v, **keywords)}
     for name, statistics in sets(length).items():
         found[name] = partial(hw.observe, q, k, v, *statistics, **keywords)
+    if only:
+        return {name: found[name] for name in ("attend", *only)}, {}
     peaked = inputs(length, scale=6.0)
     found["MaxLogit, peaked heads"] = partial(hw.observe, *peaked, hw.MaxLogit(), **keywords)
     sinks = torch.zeros(HEADS)
@@ -236,9 +242,11 @@ def contenders(length: int, backend: str = "auto") -> tuple[Calls, dict[str, str
     return found | calls, refused
 
 
-def measure(length: int, rounds: int, backend: str) -> list[dict[str, Any]]:
+def measure(
+    length: int, rounds: int, backend: str, only: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Rows of one length, and their table."""
-    calls, refused = contenders(length, backend)
+    calls, refused = contenders(length, backend, only)
     with torch.no_grad():
         taken = timing.interleaved(calls, rounds=rounds)
     rows: list[dict[str, Any]] = []
@@ -312,6 +320,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--only", nargs="+", default=[], choices=sets(512), metavar="NAME")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--run-long", help=argparse.SUPPRESS)
@@ -324,11 +333,11 @@ def main() -> None:
     if chosen.long:
         rows = long()
     else:
-        settings["backend"] = chosen.backend
+        settings |= {"backend": chosen.backend} | ({"only": chosen.only} if chosen.only else {})
         rows = [
             row
             for length in chosen.lengths
-            for row in measure(length, chosen.rounds, chosen.backend)
+            for row in measure(length, chosen.rounds, chosen.backend, chosen.only)
         ]
     if not chosen.no_record:
         name = "every_statistic_long" if chosen.long else "every_statistic"

@@ -69,7 +69,7 @@ TOGETHER = {
     "the same on 64 sampled queries": "64 drawn queries of those",
     "the same from materialized weights": "those from materialised weights",
     "the same by a handwritten second pass in blocks": "those by two passes",
-    "all statistics except `Sink()` and `Norms()`, in one call": "the full set",
+    "all but `Sink()`, `Norms()` and `Segments({…})`, in one call": "the full set",
     "FlexAttention, compiled: output only": "FlexAttention",
     "FlexAttention with distance": "FlexAttention, distance",
     "FlexAttention with `Map(64)`": "FlexAttention, Map(64)",
@@ -80,7 +80,8 @@ TOGETHER = {
 
 @dataclass(frozen=True)
 class Costs:
-    """The newest run of each length, and the newest of the long calls."""
+    """The newest run of each length, with what later runs took `--only`, and the newest of the long
+    calls."""
 
     runs: Mapping[int, dict[str, Any]]
     long: dict[str, Any] | None
@@ -103,7 +104,14 @@ def read(folder: Path = runs.RESULTS) -> Costs:
         run = json.loads(path.read_text())
         if run["settings"].get("backend", "auto") != "auto":
             continue
-        found |= dict.fromkeys({row["length"] for row in run["rows"]}, run)
+        only = run["settings"].get("only")
+        for length in {row["length"] for row in run["rows"]}:
+            if only is None:
+                found[length] = run | {"later": []}
+            elif length in found:
+                rows = [r for r in run["rows"] if r["length"] == length and r["contender"] in only]
+                found[length]["rows"] = rows + found[length]["rows"]
+                found[length]["later"].append(run)
     long = [json.loads(p.read_text()) for p in sorted(folder.glob("every_statistic_long-*.json"))]
     return Costs(found, long[-1] if long else None)
 
@@ -177,7 +185,13 @@ def _taken(costs: Costs, length: int) -> str:
         f"T {length:,}: {run['date'][:10]}, {machine['cpu']}, {machine['threads']} of "
         f"{machine['cores']} cores, {machine['cpu_capability']}, load {machine['load']:.1f} after, "
         f"PyTorch {machine['versions']['torch']}, backend `{attend.get('served_by', 'sdpa')}`, "
-        f"medians of {run['settings']['rounds']} rounds."
+        f"medians of {run['settings']['rounds']} rounds"
+        + "".join(
+            f"; {' and '.join(later['settings']['only'])}: {later['date'][:10]}, load "
+            f"{later['machine']['load']:.1f} after, {later['settings']['rounds']} rounds"
+            for later in run["later"]
+        )
+        + "."
     )
 
 

@@ -105,6 +105,10 @@ def test_the_newest_run_of_each_length_counts(tmp_path: Path) -> None:
         "every_statistic-2": _record(2048, 3.5),
         "every_statistic-3": _record(512, 1.75, contender="FlexAttention, LSE", refused="Too new."),
         "every_statistic-4": _record(512, 9.5) | {"settings": {"rounds": 7, "backend": "eager"}},
+        "every_statistic-5": _record(
+            512, 2.5, contender="Segments, 4", seconds={}, beside_attend={"median": 1.5}
+        )
+        | {"settings": {"rounds": 5, "only": ["Segments, 4"]}},
     }.items():
         recording.write_run(tmp_path / f"{name}.json", record)
     text = "".join(
@@ -113,6 +117,10 @@ def test_the_newest_run_of_each_length_counts(tmp_path: Path) -> None:
     )
     filled = costs.fill(text, costs.read(tmp_path))
     assert "| `LSE()` | 1.75 | 3.50 | ![lse" in filled
+    assert "| `Segments({…})`, 4 of them | 1.50 | – |" in filled
+    assert "7 rounds; Segments, 4: 2026-01-02, load 0.5 after, 5 rounds." in " ".join(
+        filled.split()
+    )
     assert "FlexAttention with LSE (Too new)" in filled
     assert "T 512: 2026-01-02, a CPU, 1 of 3 cores, NONE, load 0.5 after, PyTorch 9" in " ".join(
         filled.split()
