@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._tables import HeadTable
-from ..capture.call import AttentionCall
 from ..capture.edit import Replace, edit
-from ..capture.modules import Modules, call_model, check_model, chosen
-from ..capture.session import catch
+from ..capture.modules import Modules, call_model, check_model
 from ..core.numbers import format_value, whole_numbers
-from .runs import total_of
+from .runs import Score, output_of, run_heads
 from .values import HeadValues, joined
-from .writes import head_outputs
-
-Metric = Callable[[Any], Tensor]
-"""`metric(output)`: a number for each row of the batch, `[B]`, or one for all, `[]`."""
 
 
 class Patched(HeadTable):
@@ -82,7 +77,7 @@ def patch(
     model: nn.Module,
     clean: Any,
     corrupted: Any,
-    metric: Metric,
+    metric: Score,
     *,
     positions: bool | Iterable[int] = False,
     estimate: bool = True,
@@ -124,37 +119,52 @@ def patch(
     training = [name or "the model" for name, module in model.named_modules() if module.training]
     if training:
         raise ValueError(f"{quoted}: {training[0]} is in training mode; call model.eval() first.")
-    source = head_outputs(model, clean, modules=modules)
-    before = head_outputs(model, corrupted, modules=modules)
-    for name in before.modules:
-        if name not in source.modules or source[name].shape != before[name].shape:
-            other = list(source[name].shape) if name in source.modules else "no"
+    options = {"keep": output_of, "modules": modules, "score": metric, "named": "metric"}
+    run = partial(run_heads, "patch", model, **options)
+    of_clean = run(clean)
+    of_corrupted = run(corrupted, gradient="full" if estimate else None)
+    source, before = (joined(one.names, one.kept, quoted) for one in (of_clean, of_corrupted))
+    for name, out in before.items():
+        if name not in source or source[name].shape != out.shape:
+            other = list(source[name].shape) if name in source else "no"
             raise ValueError(
-                f"{quoted}: {name!r} gives {list(before[name].shape)} in the corrupted run and "
+                f"{quoted}: {name!r} gives {list(out.shape)} in the corrupted run and "
                 f"{other} outputs in the clean one; give texts of the same length."
             )
-    length = min(before[name].shape[2] for name in before.modules)
-    places = _places(positions, length, quoted)
+    places = _places(positions, min(out.shape[2] for out in before.values()), quoted)
+    each: list[list[int] | None] = [None] if places is None else [[p] for p in places]
+    heads = [(name, head) for name, out in before.items() for head in range(out.shape[1])]
     patched: dict[str, list[Tensor]] = {}
-    with torch.no_grad():
-        of_clean = _metric(metric, call_model(model, clean), quoted)
-        of_corrupted = _metric(metric, call_model(model, corrupted), quoted)
-        every = [(n, h) for n in before.modules for h in range(before[n].shape[1])]
-        each: list[list[int] | None] = [None] if places is None else [[p] for p in places]
-        for number, (name, head) in enumerate(every):
-            row = []
-            for n, place in enumerate(each, start=1):
-                with edit(model, {(name, head): Replace(source, positions=place)}):
-                    row.append(_metric(metric, call_model(model, corrupted), quoted))
-                if report is not None:
-                    report((number + n / len(each)) / len(every))
-            patched.setdefault(name, []).append(torch.stack(row, -1))
+    for number, (name, head) in enumerate(heads):
+        row = []
+        for n, place in enumerate(each, start=1):
+            replaced = Replace(source[name][:, head], positions=place)
+            with torch.no_grad(), edit(model, {(name, head): replaced}):
+                row.append(metric(call_model(model, corrupted)).reshape(-1))
+            if report is not None:
+                report((number + n / len(each)) / len(heads))
+        patched.setdefault(name, []).append(torch.stack(row, -1))
+    tensors = {name: torch.stack(rows, 1) for name, rows in patched.items()}
+
     guess = None
     if estimate:
-        guess = _estimate(model, corrupted, metric, source, places, modules, quoted)
-    tensors = {name: torch.stack(heads, 1) for name, heads in patched.items()}
-    found = HeadValues("patched", tensors, before.numbers, lambda x: x.double().mean((0, 2)))
-    return Patched(of_clean, of_corrupted, places, found, guess)
+        slopes, guess = joined(of_corrupted.names, of_corrupted.slopes, quoted), {}
+        for name, out in before.items():
+            parts = torch.einsum("bhtd,bhtd->bht", source[name] - out, slopes[name])
+            guess[name] = parts.sum(-1, keepdim=True) if places is None else parts[..., places]
+            if of_corrupted.score.dim() == 0:  # one number for all rows
+                guess[name] = guess[name].sum(0, keepdim=True)
+
+    def values(metric: str, tensors: dict[str, Tensor]) -> HeadValues:
+        return HeadValues(metric, tensors, of_corrupted.numbers, lambda x: x.double().mean((0, 2)))
+
+    return Patched(
+        of_clean.score.reshape(-1),
+        of_corrupted.score.reshape(-1),
+        places,
+        values("patched", tensors),
+        None if guess is None else values("estimate", guess),
+    )
 
 
 def _places(positions: bool | Iterable[int], length: int, quoted: str) -> list[int] | None:
@@ -167,54 +177,3 @@ def _places(positions: bool | Iterable[int], length: int, quoted: str) -> list[i
             f"0 to {length - 1}."
         )
     return [one % length for one in listed]
-
-
-def _metric(metric: Metric, output: Any, quoted: str) -> Tensor:
-    """Return the metric of a run, `[B]` or `[1]`."""
-    value = metric(output)
-    if not isinstance(value, Tensor) or value.dim() > 1:
-        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"{quoted}: metric(output) gave {given}; it must give a number for each row, [B], or "
-            f"one, []."
-        )
-    return value.detach().reshape(-1)
-
-
-def _estimate(
-    model: nn.Module,
-    corrupted: Any,
-    metric: Metric,
-    source: HeadValues,
-    places: list[int] | None,
-    modules: Modules,
-    quoted: str,
-) -> HeadValues:
-    outs: list[tuple[str, Tensor]] = []
-    wanted, single = chosen(modules), False
-
-    def listen(call: AttentionCall) -> Tensor | None:
-        if call.again or not wanted(call.name, call.layer):
-            return None
-        name, out = call.name, call.out
-        out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
-        call.on_complete(lambda _: outs.append((name, out)))
-        return out
-
-    with torch.enable_grad(), catch(model, listen, function="patch") as net:
-        value = metric(call_model(model, corrupted))
-        single, total = value.dim() == 0, total_of(value, quoted)
-        given = [out for _, out in outs]
-        slopes = torch.autograd.grad(total, given, allow_unused=True, materialize_grads=True)
-    before: dict[str, list[Tensor]] = {}
-    slope_of: dict[str, list[Tensor]] = {}
-    for (name, out), slope in zip(outs, slopes, strict=True):
-        before.setdefault(name, []).append(out.detach())
-        slope_of.setdefault(name, []).append(slope)
-    changes, slopes_of = joined(before, quoted), joined(slope_of, quoted)
-    tensors = {}
-    for name, out in changes.items():
-        parts = torch.einsum("bhtd,bhtd->bht", source[name] - out, slopes_of[name])
-        parts = parts.sum(-1, keepdim=True) if places is None else parts[..., places]
-        tensors[name] = parts.sum(0, keepdim=True) if single else parts
-    return HeadValues("estimate", tensors, net.numbers, lambda x: x.double().mean((0, 2)))

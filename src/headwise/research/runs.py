@@ -1,10 +1,10 @@
-"""The attention calls of one run of a model, kept for what is computed afterwards."""
+"""One run of a model with what is kept of its attention calls, and gradients of a score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,119 @@ from ..capture.call import AttentionCall
 from ..capture.modules import Modules, call_model, check_inputs, check_model, chosen, why_left_out
 from ..capture.session import catch
 
+Kept = TypeVar("Kept")
 Score = Callable[[Any], Tensor]
-"""`score(output)`: a number for each row of the batch, `[B]`, or their sum, `[]`."""
+"""A function of what the model returns: a number for each row, `[B]`, or one for all, `[]`."""
+
+
+@dataclass
+class HeadRun(Generic[Kept]):
+    """The attention calls of one run of a model, in their order.
+
+    Attributes:
+        names: the modules that made them.
+        kept: what was kept of each.
+        slopes: the gradient of the score by each call's output `[B, H, T, Dv]`; empty without one.
+        numbers: the numbers of the layers, by the names of their modules.
+        score: the score, without a graph; NaN where none was wanted.
+    """
+
+    names: list[str] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    slopes: list[Tensor] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    score: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
+
+
+def run_heads(
+    function: str,
+    model: nn.Module,
+    inputs: Any,
+    keep: Callable[[AttentionCall], Kept],
+    *,
+    modules: Modules = None,
+    score: Score | None = None,
+    gradient: Literal["full", "direct"] | None = None,
+    named: str = "score",
+) -> HeadRun[Kept]:
+    """Run a model once, `keep` what is wanted of each attention call, and compute a score.
+
+    Args:
+        gradient: `"full"`: `slopes` has the gradients of the score. `"direct"`: heads are cut from
+            the graph where their outputs are made.
+        named: the argument that is the score, for errors.
+
+    Raises:
+        ValueError: no attention was seen; a score of another shape, or without a gradient.
+    """
+    quoted = check_model(function, model)
+    check_inputs(quoted, inputs)
+    wanted, unwanted = chosen(modules), dict[str, None]()
+    run, outs = HeadRun[Kept](), list[Tensor]()
+
+    def listen(call: AttentionCall) -> Tensor | None:
+        if call.again:
+            return None
+        if not wanted(call.name, call.layer):
+            unwanted[call.name] = None
+            return None
+        kept, out = keep(call), None
+        if gradient is not None:
+            given = call.out if gradient == "full" else call.out.detach()
+            out = given.view_as(given) if given.requires_grad else given.detach().requires_grad_()
+
+        def complete(_: Any) -> None:
+            run.names.append(call.name)
+            run.kept.append(kept)
+            if out is not None:
+                outs.append(out)
+
+        call.on_complete(complete)
+        return out
+
+    with (
+        torch.set_grad_enabled(gradient is not None),
+        catch(model, listen, function=function) as net,
+    ):
+        output = call_model(model, inputs)
+        if not run.names:
+            why = why_left_out(modules, unwanted) if unwanted else net.names.why_nothing()
+            raise ValueError(f"{quoted}: no attention was seen, for {why}.")
+        if score is not None:
+            value = _checked(score(output), quoted, named, gradient is not None)
+            run.score = value.detach()
+            if gradient is not None:
+                slopes = torch.autograd.grad(
+                    value.sum(), outs, allow_unused=True, materialize_grads=True
+                )
+                run.slopes = list(slopes)
+    run.numbers = dict(net.numbers)
+    return run
+
+
+def _checked(value: Any, quoted: str, name: str, gradient: bool) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim() > 1:
+        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{quoted}: {name}(output) gave {given}; it must give a number for each row, [B], or "
+            f"one for all, []."
+        )
+    if gradient and not value.requires_grad:
+        raise ValueError(f"{quoted}: the {name} has no gradient; it must not be detached.")
+    return value
+
+
+def output_of(call: AttentionCall) -> Tensor:
+    """Return a copy of the outputs of a call's heads, without a graph."""
+    return call.out.detach().clone()
 
 
 @dataclass
 class KeptCall:
-    """A call without its output: q and k, mask and options; values and output's gradient, if kept.
-
-    `out` is what the model went on with, for gradients.
-    """
+    """A call without its output: q and k, mask and options; values and a gradient, if kept."""
 
     call: AttentionCall
     values: Tensor | None = None
-    out: Tensor | None = None
     slope: Tensor | None = None
     """The gradient of a score by the heads' outputs, `[B, H, T, Dv]`."""
 
@@ -44,20 +143,11 @@ def kept_calls(
     A score adds its gradients, and the values; `values` these alone.
 
     Raises:
-        ValueError: no attention was seen; heads on other ranks; a score that is no number with a
-            gradient.
+        ValueError: as `run_heads()`; heads on other ranks.
     """
     quoted = check_model(function, model)
-    check_inputs(quoted, inputs)
-    wanted, unwanted = chosen(modules), dict[str, None]()
-    calls: list[KeptCall] = []
 
-    def listen(call: AttentionCall) -> Tensor | None:
-        if call.again:
-            return None
-        if not wanted(call.name, call.layer):
-            unwanted[call.name] = None
-            return None
+    def keep(call: AttentionCall) -> KeptCall:
         if call.heads < call.all_heads:
             raise ValueError(
                 f"{quoted}: {call.heads} of the {call.all_heads} heads of {call.name!r} are on "
@@ -66,45 +156,17 @@ def kept_calls(
         q, k = (x.detach().clone() for x in (call.q, call.k))
         one = KeptCall(replace(call, q=q, k=k, v=k, model_out=_gone, values=None, lse=None))
         one.call.one_pass = one.call.waiting = None
-        if score is not None:
-            out = call.out
-            one.out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
         if score is not None or values:
             one.values = call.all_values.detach()
-        call.on_complete(lambda _: calls.append(one))
-        return one.out
+        return one
 
-    with torch.set_grad_enabled(score is not None), catch(model, listen, function=function) as net:
-        output = call_model(model, inputs)
-        if not calls:
-            why = why_left_out(modules, unwanted) if unwanted else net.names.why_nothing()
-            raise ValueError(f"{quoted}: no attention was seen, for {why}.")
-        if score is not None:
-            total = total_of(score(output), quoted)
-            outs = [one.out for one in calls if one.out is not None]
-            slopes = torch.autograd.grad(total, outs, allow_unused=True, materialize_grads=True)
-            for one, slope in zip(calls, slopes, strict=True):
-                one.slope, one.out = slope, None
-    for one in calls:  # a module's number may follow from later calls
-        one.call.layer = net.numbers.get(one.call.name, one.call.layer)
-    return calls
-
-
-def total_of(scores: Any, quoted: str) -> Tensor:
-    """Return the sum of the scores of all rows.
-
-    Raises:
-        ValueError: no tensor of one or no axis, or one without a gradient.
-    """
-    if not isinstance(scores, Tensor) or scores.dim() > 1:
-        given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(
-            f"{quoted}: score(output) gave {given}; it must give a number for each row, [B], or "
-            f"their sum, []."
-        )
-    if not scores.requires_grad:
-        raise ValueError(f"{quoted}: the score has no gradient; it must not be detached.")
-    return scores.sum()
+    gradient: Literal["full"] | None = None if score is None else "full"
+    run = run_heads(function, model, inputs, keep, modules=modules, score=score, gradient=gradient)
+    for one, slope in zip(run.kept, run.slopes, strict=False):
+        one.slope = slope
+    for one in run.kept:  # a module's number may follow from later calls
+        one.call.layer = run.numbers.get(one.call.name, one.call.layer)
+    return run.kept
 
 
 def _gone() -> Tensor:

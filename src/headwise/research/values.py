@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,14 +68,17 @@ class HeadValues(HeadTable):
         ]
 
 
-def joined(each: Mapping[str, list[Tensor]], quoted: str) -> dict[str, Tensor]:
-    """Return the tensors of each module's calls, one after another in the batch.
+def joined(names: Iterable[str], tensors: Iterable[Tensor], quoted: str) -> dict[str, Tensor]:
+    """Return one tensor of each module from one of each call: its calls, along the batch.
 
     Raises:
         ValueError: calls of a module with different shapes.
     """
-    for name, tensors in each.items():
-        if len({x.shape[1:] for x in tensors}) > 1:
-            shapes = ", ".join(str(list(x.shape)) for x in tensors[:4])
+    each: dict[str, list[Tensor]] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        each.setdefault(name, []).append(tensor)
+    for name, calls in each.items():
+        if len({x.shape[1:] for x in calls}) > 1:
+            shapes = ", ".join(str(list(x.shape)) for x in calls[:4])
             raise ValueError(f"{quoted}: {name!r} is called with different shapes: {shapes}.")
-    return {name: torch.cat(tensors) for name, tensors in each.items()}
+    return {name: torch.cat(calls) for name, calls in each.items()}

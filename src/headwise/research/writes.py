@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.call import AttentionCall
-from ..capture.modules import Modules, call_model, check_inputs, check_model, chosen, why_left_out
-from ..capture.session import catch
+from ..capture.modules import Modules, call_model, check_inputs, check_model
 from .flow import carried, row_of_token
 from .norms import NormMap, is_norm
-from .runs import Score, kept_calls, total_of
+from .runs import Score, kept_calls, output_of, run_heads
 from .values import HeadValues, joined
 
 
@@ -40,28 +38,13 @@ def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> H
     >>> outputs["L0H2"].shape, outputs["L0"].shape
     (torch.Size([2, 7, 8]), torch.Size([2, 3, 7, 8]))
     """
-    quoted = check_model("head_outputs", model)
-    check_inputs(quoted, inputs)
-    wanted, unwanted = chosen(modules), dict[str, None]()
-    outs: dict[str, list[Tensor]] = {}
-
-    def listen(call: AttentionCall) -> None:
-        if not wanted(call.name, call.layer):
-            unwanted[call.name] = None
-        elif not call.again:
-            name, out = call.name, call.out.detach().clone()
-            call.on_complete(lambda _: outs.setdefault(name, []).append(out))
-
-    with torch.no_grad(), catch(model, listen, function="head_outputs") as net:
-        call_model(model, inputs)
-    if not outs:
-        why = why_left_out(modules, unwanted) if unwanted else net.names.why_nothing()
-        raise ValueError(f"{quoted}: no attention was seen, for {why}.")
+    run = run_heads("head_outputs", model, inputs, output_of, modules=modules)
+    outs = joined(run.names, run.kept, check_model("head_outputs", model))
 
     def number(out: Tensor) -> Tensor:
         return torch.linalg.vector_norm(out.float(), dim=-1).mean((0, 2))
 
-    return HeadValues("output_norm", joined(outs, quoted), net.numbers, number)
+    return HeadValues("output_norm", outs, run.numbers, number)
 
 
 def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues:
@@ -97,43 +80,28 @@ def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues
 
     Source: Elhage et al. 2021; Nanda & Bloom 2022 (`logit_attrs` of TransformerLens).
     """
-    quoted = check_model("logit_attribution", model)
+    function = "logit_attribution"
+    quoted = check_model(function, model)
     check_inputs(quoted, inputs)
-    outs: dict[str, list[Tensor]] = {}
     norms: list[tuple[nn.Module, int]] = []
     with torch.no_grad(), _norms(model, lambda norm, _, out: norms.append((norm, out.shape[-1]))):
         call_model(model, inputs)
     last = norms[-1][0] if norms else None
     form = NormMap.of(*norms[-1]) if norms else None
 
-    def listen(call: AttentionCall) -> Tensor | None:
-        if call.again:
-            return None
-        name, out = call.name, call.out.detach().requires_grad_()
-        call.on_complete(lambda _: outs.setdefault(name, []).append(out))
-        return out
-
     def cut(norm: nn.Module, x: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return out.detach() if form is None or norm is not last else _held(form, x[0], out)
 
-    with torch.enable_grad(), catch(model, listen, function="logit_attribution") as net:
-        with _norms(model, cut):
-            scores = score(call_model(model, inputs))
-        if not outs:
-            raise ValueError(f"{quoted}: no attention was seen, for {net.names.why_nothing()}.")
-        each = [out for calls in outs.values() for out in calls]
-        total = total_of(scores, quoted)
-        slopes = torch.autograd.grad(total, each, allow_unused=True, materialize_grads=True)
-    if not any(bool(slope.any()) for slope in slopes):
+    with _norms(model, cut):
+        run = run_heads(function, model, inputs, output_of, score=score, gradient="direct")
+    if not any(bool(slope.any()) for slope in run.slopes):
         raise ValueError(
             f"{quoted}: no head has a direct path to the score: the model normalizes the residual "
             f"stream, or what heads write, before the last norm."
         )
-    parts: dict[str, list[Tensor]] = {}
-    names = [name for name, calls in outs.items() for _ in calls]
-    for name, out, slope in zip(names, each, slopes, strict=True):
-        parts.setdefault(name, []).append(torch.einsum("bhtd,bhtd->bht", out.detach(), slope))
-    return HeadValues("attribution", joined(parts, quoted), net.numbers, lambda x: x.sum(2).mean(0))
+    parts = [(out * slope).sum(-1) for out, slope in zip(run.kept, run.slopes, strict=True)]
+    tensors = joined(run.names, parts, quoted)
+    return HeadValues("attribution", tensors, run.numbers, lambda x: x.sum(2).mean(0))
 
 
 def weighted_norms(
@@ -165,7 +133,7 @@ def weighted_norms(
     quoted = check_model("weighted_norms", model)
     calls = kept_calls("weighted_norms", model, inputs, modules, values=True)
     numbers = {one.call.name: one.call.layer for one in calls}
-    parts: dict[str, list[Tensor]] = {}
+    names, parts = [one.call.name for one in calls], list[Tensor]()
     while calls:
         one = calls.pop(0)
         call, weight = one.call, one.call.projection
@@ -183,8 +151,9 @@ def weighted_norms(
         lengths = torch.linalg.vector_norm(
             torch.einsum("hed,bhsd->bhse", triangle, v.to(row.dtype)), dim=-1
         )
-        parts.setdefault(call.name, []).append(carried(one, row) * lengths)
-    return HeadValues("weighted_norm", joined(parts, quoted), numbers, lambda x: x.sum(2).mean(0))
+        parts.append(carried(one, row) * lengths)
+    tensors = joined(names, parts, quoted)
+    return HeadValues("weighted_norm", tensors, numbers, lambda x: x.sum(2).mean(0))
 
 
 @contextmanager
