@@ -124,8 +124,14 @@ def measure_peak(kind: str) -> int:
     else:
         from transformers import GPT2Config, GPT2Model
 
-        sizes = {"n_layer": 4, "n_head": 8, "n_embd": 256, "n_positions": LONG, "vocab_size": 1024}
-        model = GPT2Model(GPT2Config(**sizes)).eval()
+        sizes: Any = {
+            "n_layer": 4,
+            "n_head": 8,
+            "n_embd": 256,
+            "n_positions": LONG,
+            "vocab_size": 1024,
+        }
+        model = GPT2Model(GPT2Config(vocab_size=1024, **sizes)).eval()
         few, many = ids(64), ids(LONG)
         run = {
             "rollout": lambda tokens: hw.rollout(model, inputs(tokens), -1),
@@ -173,8 +179,10 @@ def patching_contenders(names: Sequence[str]) -> dict[str, Callable[..., Tensor]
     contenders: dict[str, Callable[..., Tensor]] = {"headwise": ours}
     if "TransformerLens" in names:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        from transformer_lens import patching
-        from transformer_lens.model_bridge import TransformerBridge
+        from transformer_lens import patching  # pyright: ignore[reportMissingImports]
+        from transformer_lens.model_bridge import (  # pyright: ignore[reportMissingImports]
+            TransformerBridge,
+        )
         from transformers import AutoTokenizer
 
         from headwise.models import builtin

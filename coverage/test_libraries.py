@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
@@ -218,3 +219,11 @@ def test_columns_of_an_alignment_are_seen_where_heads_are_told() -> None:
 @pytest.mark.parametrize("layer", [pyg.TransformerConv, pyg.GATConv])
 def test_softmaxes_over_edges_are_left_out(layer: Any) -> None:
     assert_left_out(graph(layer(16, 4, heads=4)), "as in a softmax over the edges of a graph")
+
+
+def test_the_study_of_a_bert_gives_its_numbers() -> None:
+    page = Path(__file__).parents[1] / "docs" / "howto" / "bert-study.md"
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    found = doctest.testfile(str(page), module_relative=False, optionflags=flags)
+    assert found.attempted > 20
+    assert not found.failed

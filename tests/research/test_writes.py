@@ -152,6 +152,28 @@ def test_weighted_norms_are_those_of_the_matrix(dtype: torch.dtype) -> None:
         )
 
 
+def test_weighted_norms_of_a_projection_in_another_module() -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes: Any = {
+        "hidden_size": 20,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 23,
+    }
+    model: Any = BertModel(
+        BertConfig(vocab_size=23, intermediate_size=28, **sizes), add_pooling_layer=False
+    ).eval()
+    found = weighted_norms(model, {"input_ids": IDS}, token=3)
+    states = model(IDS, output_hidden_states=True).hidden_states
+    for number, block in enumerate(model.encoder.layer):
+        v = block.attention.self.value(states[number]).unflatten(-1, (2, 10)).transpose(1, 2)
+        out = block.attention.output.dense.weight.unflatten(1, (2, 10)).permute(1, 2, 0)
+        weights = hw.attention_of(model, {"input_ids": IDS}, number)
+        wanted = weights[:, :, 3] * (v @ out).norm(dim=-1)
+        torch.testing.assert_close(found[number], wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_wrong_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"head_outputs\(Linear, …\): no attention was seen"):
         hw.head_outputs(nn.Linear(2, 2), torch.zeros(1, 2))

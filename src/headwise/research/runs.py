@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -140,12 +141,14 @@ def kept_calls(
 ) -> list[KeptCall]:
     """Run a model once and return its attention calls in order.
 
-    A score adds its gradients, and the values; `values` these alone.
+    A score adds its gradients, and the values; `values` these alone, and the output projections,
+    also of a module beside the one that attends, as in BERT.
 
     Raises:
         ValueError: as `run_heads()`; heads on other ranks.
     """
     quoted = check_model(function, model)
+    unread: list[tuple[AttentionCall, Tensor]] = []
 
     def keep(call: AttentionCall) -> KeptCall:
         if call.heads < call.all_heads:
@@ -158,15 +161,46 @@ def kept_calls(
         one.call.one_pass = one.call.waiting = None
         if score is not None or values:
             one.values = call.all_values.detach()
+        if values and call.projection is None:
+            unread[:] = [(one.call, call.out.detach().transpose(1, 2).flatten(2))]
         return one
 
     gradient: Literal["full"] | None = None if score is None else "full"
-    run = run_heads(function, model, inputs, keep, modules=modules, score=score, gradient=gradient)
+    with _readers(model, unread):
+        run = run_heads(
+            function, model, inputs, keep, modules=modules, score=score, gradient=gradient
+        )
     for one, slope in zip(run.kept, run.slopes, strict=False):
         one.slope = slope
     for one in run.kept:  # a module's number may follow from later calls
         one.call.layer = run.numbers.get(one.call.name, one.call.layer)
     return run.kept
+
+
+@contextmanager
+def _readers(model: nn.Module, unread: list[tuple[AttentionCall, Tensor]]) -> Iterator[None]:
+    """Take the first linear layer that reads exactly a call's output as its projection."""
+
+    def read(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0] if inputs else None
+        if unread and isinstance(x, Tensor) and x.numel() == unread[0][1].numel():
+            call, out = unread[0]
+            if torch.equal(x.detach().reshape(-1), out.reshape(-1)):
+                weight: Any = layer.weight
+                call.projection = weight.T if type(layer).__name__ == "Conv1D" else weight
+                unread.clear()
+
+    layers = [
+        one
+        for one in model.modules()
+        if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"
+    ]
+    handles = [one.register_forward_pre_hook(read) for one in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _gone() -> Tensor:
