@@ -155,15 +155,9 @@ def test_weighted_norms_are_those_of_the_matrix(dtype: torch.dtype) -> None:
 def test_weighted_norms_of_a_projection_in_another_module() -> None:
     from transformers import BertConfig, BertModel
 
-    sizes: Any = {
-        "hidden_size": 20,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 23,
-    }
-    model: Any = BertModel(
-        BertConfig(vocab_size=23, intermediate_size=28, **sizes), add_pooling_layer=False
-    ).eval()
+    sizes: Any = {"hidden_size": 20, "intermediate_size": 28, "vocab_size": 23}
+    config = BertConfig(num_attention_heads=2, num_hidden_layers=2, **sizes)
+    model: Any = BertModel(config, add_pooling_layer=False).eval()
     found = weighted_norms(model, {"input_ids": IDS}, token=3)
     states = model(IDS, output_hidden_states=True).hidden_states
     for number, block in enumerate(model.encoder.layer):

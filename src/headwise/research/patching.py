@@ -123,7 +123,7 @@ def patch(
     run = partial(run_heads, "patch", model, **options)
     of_clean = run(clean)
     of_corrupted = run(corrupted, gradient="full" if estimate else None)
-    source, before = (joined(one.names, one.kept, quoted) for one in (of_clean, of_corrupted))
+    source, before = (joined(one.names, one.results, quoted) for one in (of_clean, of_corrupted))
     for name, out in before.items():
         if name not in source or source[name].shape != out.shape:
             other = list(source[name].shape) if name in source else "no"

@@ -25,14 +25,14 @@ class HeadRun(Generic[Kept]):
 
     Attributes:
         names: the modules that made them.
-        kept: what was kept of each.
+        results: what `keep` returned for each.
         slopes: the gradient of the score by each call's output `[B, H, T, Dv]`; empty without one.
         numbers: the numbers of the layers, by the names of their modules.
         score: the score, without a graph; NaN where none was wanted.
     """
 
     names: list[str] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    results: list[Kept] = field(default_factory=list)
     slopes: list[Tensor] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     score: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
@@ -70,14 +70,14 @@ def run_heads(
         if not wanted(call.name, call.layer):
             unwanted[call.name] = None
             return None
-        kept, out = keep(call), None
+        result, out = keep(call), None
         if gradient is not None:
             given = call.out if gradient == "full" else call.out.detach()
             out = given.view_as(given) if given.requires_grad else given.detach().requires_grad_()
 
         def complete(_: Any) -> None:
             run.names.append(call.name)
-            run.kept.append(kept)
+            run.results.append(result)
             if out is not None:
                 outs.append(out)
 
@@ -170,11 +170,11 @@ def kept_calls(
         run = run_heads(
             function, model, inputs, keep, modules=modules, score=score, gradient=gradient
         )
-    for one, slope in zip(run.kept, run.slopes, strict=False):
+    for one, slope in zip(run.results, run.slopes, strict=False):
         one.slope = slope
-    for one in run.kept:  # a module's number may follow from later calls
+    for one in run.results:  # a module's number may follow from later calls
         one.call.layer = run.numbers.get(one.call.name, one.call.layer)
-    return run.kept
+    return run.results
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> H
     (torch.Size([2, 7, 8]), torch.Size([2, 3, 7, 8]))
     """
     run = run_heads("head_outputs", model, inputs, output_of, modules=modules)
-    outs = joined(run.names, run.kept, check_model("head_outputs", model))
+    outs = joined(run.names, run.results, check_model("head_outputs", model))
 
     def number(out: Tensor) -> Tensor:
         return torch.linalg.vector_norm(out.float(), dim=-1).mean((0, 2))
@@ -99,7 +99,7 @@ def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues
             f"{quoted}: no head has a direct path to the score: the model normalizes the residual "
             f"stream, or what heads write, before the last norm."
         )
-    parts = [(out * slope).sum(-1) for out, slope in zip(run.kept, run.slopes, strict=True)]
+    parts = [(out * slope).sum(-1) for out, slope in zip(run.results, run.slopes, strict=True)]
     tensors = joined(run.names, parts, quoted)
     return HeadValues("attribution", tensors, run.numbers, lambda x: x.sum(2).mean(0))
 
