@@ -284,8 +284,8 @@ def einsum(
     p, v = operands[place], operands[1 - place]
     found_order = _order(args[0], [x.dim() for x in operands], place)
     if found_order is TIED:
-        net.followed(found.mark)
-        shape = found.scores.shape
+        net.followed(record.mark)
+        shape = record.scores.shape
         quote = f"the softmax of {list(shape)} weighs {TIED}"
         _may_attend(net, quote, shape[-1] == shape[-2] > 1)
     if not isinstance(found_order, tuple) or v.dim() < 3:
@@ -321,7 +321,7 @@ def _storage(x: Tensor) -> set[StorageWeakRef]:
 
 
 TIED = "several vectors of each key at once, as rows do that share their weights (tied rows)"
-"""What a softmax does in row attention of MSA Transformers, whose scores are sums over rows."""
+"""The reason for row attention of MSA Transformers, whose scores are sums over rows."""
 
 
 def _order(
