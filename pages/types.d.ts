@@ -46,6 +46,7 @@ interface Look {
   title: string; rows: Row[]; columns: Column[]; rules: Rule[]; layers: Layer[]; streams: Stream[]; repeats: Stream[];
   provenance: Record<string, any>; offsets: number[]; similarity: Grid | null; made: [name: string, value: string][];
   finding: string; labeled: Record<string, number[]>; opening: number;
+  composition: Partial<Record<"K" | "Q" | "V", [writer: number, reader: number, score: number][]>> & { unrelated?: number };
   column?: Map<string, Column>; places?: Map<string, number>; byName?: Map<string, number>; width?: number; labels?: string[]; read?: Stream[];
 }
 

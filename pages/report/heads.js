@@ -174,7 +174,12 @@ function drawLegend() {
 
 export function connectHeads() {
   $("statistic-menu").addEventListener("change", () => chooseStatistic($("statistic-menu").value));
-  $("heads").addEventListener("keydown", (event) => {
+  moveByKeys("heads");
+}
+
+/** Lets arrow keys in a box of heads, layers down, choose the head beside the chosen one. */
+export function moveByKeys(id) {
+  $(id).addEventListener("keydown", (event) => {
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
     if (!move) return;
     event.preventDefault();

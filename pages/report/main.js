@@ -9,6 +9,7 @@ import { drawNav, showView } from "./bar.js";
 import { headChanges } from "./changes.js";
 import { redraw, remember, showRun } from "./choice.js";
 import { compareView, connectCompare } from "./compare.js";
+import { compositionView, connectComposition } from "./composition.js";
 import { connectHead, headView } from "./head.js";
 import { drawHeader } from "./header.js";
 import { connectHeads, headsView } from "./heads.js";
@@ -29,7 +30,7 @@ async function start() {
   if (!("DecompressionStream" in window)) throw new Error("this browser is too old for this page; use a version from 2023 or later");
   document.documentElement.dataset.title = document.title;
   Object.assign(views, {
-    heads: headsView, head: headView, mosaic: mosaicView, table: tableView, compare: compareView, likeness: likenessView,
+    heads: headsView, head: headView, mosaic: mosaicView, table: tableView, compare: compareView, composition: compositionView, likeness: likenessView,
     scatter: scatterView, about: aboutView,
   });
   setRuns(JSON.parse(await unpackText("results")));
@@ -46,7 +47,7 @@ async function start() {
   drawNav(showRun);
   showView();
   remember();
-  for (const connect of [connectBar, connectHeads, connectStory, connectTable, connectHead, connectScatter, connectCompare]) connect();
+  for (const connect of [connectBar, connectHeads, connectStory, connectTable, connectHead, connectScatter, connectCompare, connectComposition]) connect();
   await redraw();
   dark.addEventListener("change", redraw);
   let width = innerWidth;

@@ -117,14 +117,15 @@ function drawScatter() {
   const said = Number.isNaN(agreement) ? "no rank correlation: one of the metrics is constant" : `rank correlation ${figure(agreement)} (Spearman)`;
   $("scatter-what").textContent = `${counted(rows.length, "head")}, ${said}.`;
   $("scatter").setAttribute("aria-label", `${y.title} against ${x.title}: ${counted(rows.length, "head")}, ${said}. The table has all metrics`);
-  drawScatterLegend(rows);
+  drawLabelLegend("scatter-legend", rows);
   const order = [...places].sort((a, b) => data.rows[b][y.key] - data.rows[a][y.key]).slice(0, 10);
   $("highest-title").textContent = `Highest: ${y.title.toLowerCase()}`;
   $("highest").replaceChildren(...order.map((place) => headLine(data.rows[place], figure(data.rows[place][y.key], y), place)));
 }
 
-function drawScatterLegend(rows) {
-  $("scatter-legend").replaceChildren(...data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)).map((name) => {
+/** Says what the colours and glyphs of some heads stand for. */
+export function drawLabelLegend(id, rows) {
+  $(id).replaceChildren(...data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)).map((name) => {
     return el("li", {}, glyph(name), name);
   }));
 }

@@ -34,6 +34,7 @@ from .collect import (
     survey,
 )
 from .compare import FORMULA, similarity
+from .composition import composition
 from .folders import name_of
 from .head_labels import RULES
 from .page.parts import version
@@ -180,6 +181,7 @@ def look(
         offsets=offsets,
         similarity=similarity(layers),
         repeats=repeats,
+        composition=composition(model, rows, layers, collected.modules),
     )
 
 

@@ -126,6 +126,9 @@ class Look:
     offsets: the first distance of each bin of `Layer.offsets`; each bin ends where the next begins.
     similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None if not computed.
     repeats: the short piece of random tokens of `Layer.repeat`, for each of `streams` that has one.
+    composition: the pairs of heads with the largest composition of each kind, `"K"`, `"Q"` and
+        `"V"`: lists of `[writer, reader, score]`, indices into `rows`, the largest score first; and
+        `"unrelated"`, the expected score of two random heads. Or `"reason"`, why there are none.
     columns, rules: the definitions of metrics and labels (dicts of `catalog.Column` and
         `LabelRule`), so that the data can be read without this version of headwise.
     provenance: facts about model, texts and settings; plain strings, numbers, lists and dicts.
@@ -140,6 +143,7 @@ class Look:
     offsets: list[int] = field(default_factory=list)
     similarity: np.ndarray | None = None
     repeats: list[Stream] = field(default_factory=list)
+    composition: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         name = titles([self.provenance])[0]
@@ -198,6 +202,7 @@ class Look:
             "layers": [_layer(self, layer) for layer in self.layers],
             "similarity": _similarity(self.similarity),
             "repeats": [_stream(stream) for stream in self.repeats],
+            "composition": self.composition,
         }
 
     def to_json(self) -> str:
@@ -322,6 +327,7 @@ def _look_of(document: dict[str, Any]) -> Look:
         offsets=document["offsets"],
         similarity=_similarity_of(document["similarity"]),
         repeats=[_stream_of(stream) for stream in document.get("repeats", [])],
+        composition=document.get("composition", {}),
     )
     if len(look.rows) != sum(layer.heads for layer in look.layers):
         raise ValueError(f"{len(look.rows)} rows do not match the number of heads")
@@ -361,10 +367,20 @@ def _check_kinds(document: dict[str, Any]) -> None:
         _must_be(str, stream["name"], "a stream's name")
         for token in [*stream["tokens"], *(stream.get("pieces") or [])]:
             _must_be(str, token, "a token")
+    for writer, reader, score in _pairs(document.get("composition", {})):
+        _must_be(int | float, score, "a score of composition")
+        if not 0 <= min(writer, reader) <= max(writer, reader) < len(document["rows"]):
+            raise TypeError(f"composition pairs rows {writer} and {reader}, which do not exist")
     for layer in document["layers"]:
         _must_be(str, layer["name"], "a layer's name")
         if min(layer["queries"], layer["keys"]) < 0:
             raise TypeError(f"{layer['name']} has a negative stream index")
+
+
+def _pairs(composition: dict[str, Any]) -> list[list[Any]]:
+    if composition and "reason" not in composition:
+        _must_be(float, composition["unrelated"], "the score of unrelated heads")
+    return [pair for kind in "KQV" for pair in composition.get(kind, [])]
 
 
 def _must_be(kind: Any, value: Any, name: str) -> None:

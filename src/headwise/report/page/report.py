@@ -118,6 +118,7 @@ def provenance_lines(look: dict[str, Any]) -> list[tuple[str, str]]:
         ("Numbers", _numbers(facts)),
         ("Maps", facts.pop("map", None) or _maps(look)),
         ("Similarity", facts.pop("similarity", None)),
+        ("Composition", look["composition"].get("reason")),
         ("Seed", facts.pop("seed", None)),
     ]
     for shown in SHOWN:
