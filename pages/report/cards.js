@@ -5,7 +5,7 @@ import { $, dark, el } from "../shared/dom.js";
 import { headInWords, headName, whole } from "../shared/words.js";
 import { choose, tellBest } from "./choice.js";
 import { glyph, headButton } from "./labels.js";
-import { allLabels, data, firstLabel } from "./look.js";
+import { data, firstLabel } from "./look.js";
 import { drawMap } from "./map.js";
 import { expected } from "./proof.js";
 import { state } from "./state.js";
@@ -65,7 +65,7 @@ async function drawImportant() {
   const maps = await Promise.all(rows.map((row) => ofHead(row.of.maps, row.head)));
   $("important").replaceChildren(...rows.map((row, place) => {
     const index = data.rows.indexOf(row);
-    const title = el("button", { type: "button", class: "plain title", "data-row": index }, glyph(firstLabel(row)), el("b", {}, headName(row)), ` ${allLabels(row)}`);
+    const title = el("button", { type: "button", class: "plain title", "data-row": index }, glyph(firstLabel(row)), el("b", {}, headName(row)), ` ${firstLabel(row)}${row.labels.length > 1 ? ` +${row.labels.length - 1}` : ""}`);
     title.setAttribute("aria-label", `${headInWords(row)}: ${column.title} ${figure(row[key], column)}`);
     title.addEventListener("click", () => choose(index));
     const map = el("div", { class: "plot", id: `important-${place}`, "aria-hidden": "true" });

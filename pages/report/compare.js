@@ -55,7 +55,12 @@ function drawChanges() {
   const [first, second] = runs.map(({ title }) => title);
   $("compare-what").replaceChildren(el("b", {}, "A "), `${first}; `, el("b", {}, "B "), `${second}. `,
     `${whole(bothHeads().length)} of ${counted(runs[0].rows.length, "head")} of A have a match in B (same module and head index). Differences are B − A.`);
-  $("losses").replaceChildren(...(runs.some(lossOf) ? runs.map((run, place) => el("li", {}, el("b", {}, "AB"[place]), `: ${lossOf(run) ? `loss ${lossOf(run)}` : "no loss was measured"}`)) : []));
+  const line = (name, words) => el("li", {}, el("b", {}, name), `: ${words}`);
+  $("losses").replaceChildren(...(runs.some(lossOf) ? runs.map((run, place) => line("AB"[place], lossOf(run) ? `loss ${lossOf(run)}` : "no loss was measured")) : []));
+  const [before, after] = runs.map(({ provenance }) => provenance);
+  if (before.loss === after.loss && [before, after].every(({ loss_text: loss }) => typeof loss === "number")) {
+    $("losses").append(line("B − A", `${signed(after.loss_text - before.loss_text, { digits: 2 })} nats of loss`));
+  }
   const left = bothColumns().filter((column) => !rankedColumns().includes(column));
   if (left.length) {
     const lengths = runs.map(({ read }) => read.map(({ tokens }) => whole(tokens.length)).join(" and "));
@@ -63,7 +68,7 @@ function drawChanges() {
     $("compare-what").append(el("b", {}, ` A is on ${lengths[0]} tokens, B on ${lengths[1]}. Metrics that grow with the length, and labels based on them, are left out of the ranking: ${names.join("; ")}.`));
   }
   $("changed").textContent = !found.length ? "No head’s metrics differ."
-    : labels ? `${counted(labels, "label")} changed. The largest changes:` : "No head’s label changed. The largest changes:";
+    : labels ? `${counted(labels, "label")} changed. Changes of labels come first, then the largest changes of metrics:` : "No head’s label changed. The largest changes:";
   $("changes").replaceChildren(...found.slice(0, SENTENCES).map((change) => {
     const button = headButton(change.a, () => chooseChange(change.a, change.column.key, ""));
     return el("li", {}, button, " ", ...changeWords(change));

@@ -13,7 +13,7 @@ import { chosen, state } from "./state.js";
 
 /** Of each kind its letter, and what of a later head reads what a head writes. */
 const KINDS = { K: "keys", Q: "queries", V: "values" };
-const OWN = 3;  // pairs of the chosen head that are shown in any case, in which it writes, and in which it reads
+const OWN = 2;  // pairs of the chosen head that are shown in any case, in which it writes, and in which it reads
 const CIRCLE = "M6 1.5a4.5 4.5 0 1 0 0 9a4.5 4.5 0 1 0 0 -9z";  // a head without a label
 const composing = { kind: "K", count: 0 };
 

@@ -1,13 +1,15 @@
 // The overview: every head at the left, the story of the chosen one beside it, and the heads most worth a look.
 
-import { cellColour, frame, roundTicks } from "../shared/chart.js";
+import { cellColour, frame, paintCells, roundTicks } from "../shared/chart.js";
+import { numbers } from "../shared/codec.js";
 import { $, check, css, el, switches } from "../shared/dom.js";
-import { VIRIDIS, hex, inkOn } from "../shared/draw.js";
+import { VIRIDIS, drawn, hex, inkOn } from "../shared/draw.js";
 import { counted, headName, whole } from "../shared/words.js";
 import { drawCards } from "./cards.js";
 import { choose, redraw, remember } from "./choice.js";
 import { brief, briefTitle, glyph, labelColour, styleOf } from "./labels.js";
 import { NONE, data, firstLabel, hasLabel, known } from "./look.js";
+import { writeTile } from "./mosaic.js";
 import { picture } from "./save.js";
 import { chosen, rowAt, state } from "./state.js";
 import { drawStory, peek } from "./story.js";
@@ -16,7 +18,10 @@ import { figure } from "./words.js";
 
 export const headsView = {
   title: "Overview",
-  load: () => headRows(chosen()),
+  async load() {
+    maps = posterSide() ? await Promise.all(data.layers.map((layer) => numbers(layer.maps))) : [];
+    return headRows(chosen());
+  },
   draw(rows) {
     drawStatistics();
     drawHeads();
@@ -24,6 +29,8 @@ export const headsView = {
     drawCards();
   },
 };
+
+let maps = [];  // of each layer, for the poster
 
 /** Statistics that stand beside the menu of all: of these, the first five that are there. */
 const FAVOURITES = ["ablation", "importance", "entropy", "previous", "induction_random", "first", "max_logit", "same_token", "distance"];
@@ -78,12 +85,50 @@ function headsCells() {
   return { gap: 2, z, fill: (index) => labelColour(data.labels[index]) };
 }
 
+const STRIP = 17;   // pixels of a cell's head, where its label stands
+const POSTER = " In it is its map: queries down, keys across, lighter for larger weights.";
+const LEAST = 16;   // pixels of the smallest map that shows something
+
+/** The pixels of a cell of the map of heads, with a small map in it where that fits: `[across, tall, side]`. */
+function cellSizes() {
+  const across = ($("heads").clientWidth - headsMargin(false).l - headsMargin(false).r) / data.width;
+  const tall = Math.min(across + STRIP - 4, 560 / data.layers.length);
+  const side = Math.floor(Math.min(across - 8, tall - STRIP - 5));
+  return [across, tall, side >= LEAST ? side : 0];
+}
+const posterSide = () => cellSizes()[2];
+
+/**
+ * Every head's map, small, as one picture over the cells of the labels.
+ * @param {ChartSpec} spec
+ * @param {number} side
+ */
+function posterMarks({ area, toX, toY }, side) {
+  const scale = devicePixelRatio;
+  const canvas = el("canvas", { width: Math.round(area.width * scale), height: Math.round(area.height * scale) });
+  const [pen, tile] = [canvas.getContext("2d"), el("canvas")];
+  pen.imageSmoothingEnabled = false;
+  for (const row of data.rows) {
+    if (state.only && !hasLabel(row, state.only)) continue;
+    const { shape: [, n, m], values } = maps[row.layer];
+    const cells = Math.min(Math.round(side * scale), Math.max(n, m));
+    const z = Array.from({ length: cells }, () => new Float32Array(cells).fill(NaN));
+    writeTile(z, 0, 0, row.of, values.subarray(row.head * n * m, (row.head + 1) * n * m), cells);
+    paintCells(tile, { z, low: 0, high: 1, stops: VIRIDIS }, cells, cells);
+    const [left, top] = [(toX(row.head) - area.x - side / 2) * scale, (toY(row.layer + 0.5) - area.y - side - 4) * scale];
+    pen.fillStyle = css("--panel");
+    pen.fillRect(left, top, side * scale, side * scale);
+    pen.drawImage(tile, left, top, side * scale, side * scale);
+  }
+  return [drawn("image", { ...area, href: canvas.toDataURL() })];
+}
+
 /** What is written in cells so many pixels wide and high: a figure, or the label's glyph and its name. */
-function headsWords(grid, across, tall) {
+function headsWords(grid, across, tall, side) {
   const column = data.column.get(state.statistic);
   if (across < (column ? 34 : 13) || tall < 13) return [];
   return data.rows.filter(({ layer, head }) => grid.z[layer][head] !== null).map((row) => {
-    const place = { x: row.head, y: row.layer, colour: inkOn(hex(cellColour(grid, grid.z[row.layer][row.head]))) };
+    const place = { x: row.head, y: row.layer - (side ? 0.5 - (STRIP / 2 + 1.5) / tall : 0), colour: inkOn(hex(cellColour(grid, grid.z[row.layer][row.head]))) };
     if (column) return { ...place, text: figure(row[column.key], column) };
     const text = across < 44 ? "" : brief(row, across);
     return { ...place, text, path: row.labels.length || across < 44 ? styleOf(firstLabel(row)).glyph : undefined };
@@ -119,11 +164,13 @@ function drawHeads() {
   const margin = headsMargin(column);
   const grid = headsCells();
   const layout = headsLayout(width, margin, chosen());
+  const side = column ? 0 : posterSide();
+  if (side) layout.height = cellSizes()[1] * data.layers.length + margin.t + margin.b;
   const [across, tall] = [(width - margin.l - margin.r) / data.width, (layout.height - margin.t - margin.b) / data.layers.length];
   const box = picture("heads", {
-    ...layout, grid, words: headsWords(grid, across, tall), ramp: column ? roundTicks(grid.low, grid.high) : undefined,
+    ...layout, grid, words: headsWords(grid, across, tall, side), over: side ? (spec) => posterMarks(spec, side) : undefined, ramp: column ? roundTicks(grid.low, grid.high) : undefined,
     says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
-      : { title: "The first label of every head", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+      : { title: "The first label of every head", scale: `A cell is a head; its colour and sign are its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
     click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
     hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
     leave: () => peek({}),
@@ -131,8 +178,8 @@ function drawHeads() {
   const title = column?.title ?? "Label";
   box.setAttribute("aria-label",
     `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; selected: ${headName(chosen())}. The table has all metrics`);
-  $("heads-what").textContent = `Each cell is a head; ${column
-    ? `its colour shows one metric: ${title}.` : "its colour and glyph show its first label, which names its main attention pattern."}`;
+  $("heads-what").textContent = `Each cell is a head${side ? " with its attention map" : ""}; ${column
+    ? `its colour shows one metric: ${title}.` : "its colour and glyph show its first label."}`;
   $("what").textContent = column?.meaning ?? "";
   drawLegend();
 }

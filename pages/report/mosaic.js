@@ -47,7 +47,7 @@ function mosaicPlaces() {
 }
 
 /** Writes a head's map into the grid `z` as `side` by `side` cells: the largest weight of those that fall into one. */
-function writeTile(z, top, left, layer, map, side) {
+export function writeTile(z, top, left, layer, map, side) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
   const [down, across] = [Math.max(n, side), Math.max(m, side)];
   for (let i = 0; i < down; i++) {

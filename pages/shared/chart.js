@@ -86,7 +86,7 @@ const shareOf = ({ low, high }, value) => (high > low ? (value - low) / (high - 
 const blank = (value) => value === null || Number.isNaN(value);
 
 /** A pixel for each cell. */
-function paintCells(canvas, grid, rows, columns) {
+export function paintCells(canvas, grid, rows, columns) {
   [canvas.width, canvas.height] = [columns, rows];
   const [colours, lost] = [palette(grid.stops), grid.lost ? pixel(...hex(grid.lost)) : 0];
   const image = new ImageData(columns, rows);

@@ -66,7 +66,9 @@ def test_the_first_words_say_what_changed_most(tab: Tab) -> None:
     entropies = [f"{row['entropy']:.2f} → {row['entropy'] + 1.5:.2f} nats" for row in rows[:3]]
     assert lines[1] == f"L0H2 entropy rose, {entropies[2]}"
     assert lines[4:] == ["L1H0 entropy rose by 0.00040 nats"]  # and head 1.1 did not change
-    assert tab.text("#changed") == "1 label changed. The largest changes:"
+    assert tab.text("#changed") == (
+        "1 label changed. Changes of labels come first, then the largest changes of metrics:"
+    )
     assert tab.text("#bar-head") == "L1H2"  # the page begins with it
 
 
@@ -136,9 +138,10 @@ def test_both_losses_are_shown(tab: Tab, tmp_path: Path) -> None:
         "A: loss 3.21 nats on each token",
         "B: loss 2.99 nats on each token; on random tokens 6.50 the first time, 0.25 the second",
     ]
-    for other, last in ((b, lines[1]), (after(), "B: no loss was measured")):
+    difference = "B − A: −0.23 nats of loss"
+    for other, rest in ((b, [lines[1], difference]), (after(), ["B: no loss was measured"])):
         both = Tab(tab.context.browser, write_page(a, tmp_path / "page.html", other=other))
-        assert both.texts("#losses li") == [lines[0], last]
+        assert both.texts("#losses li") == [lines[0], *rest]
         both.close()
 
 

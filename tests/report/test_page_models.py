@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from browser import PHONE, Tab, chromium
+from headwise.models.gpt import GPT, GPTConfig
+from headwise.report import look as see
 from headwise.report.page import write_page
 from headwise.report.schema import Look, Stream
 from looks import blocks, decoder, encoder_decoder, image, large
@@ -221,8 +224,9 @@ def test_a_long_text_is_shown_in_blocks_with_exact_keys(browser: Any, tmp_path: 
 def test_a_thousand_heads_are_small_and_drawn_view_by_view(browser: Any, tmp_path: Path) -> None:
     look = large()
     file = write_page(look, tmp_path / "page.html")
-    assert file.stat().st_size < 4_000_000
+    assert file.stat().st_size < 3_000_000
     tab = Tab(browser, file)
+    assert tab.page.locator("#heads image").count() == 0  # cells are too small for maps
     assert tab.measured("Nodes") < 6_000  # the text, and nothing of the views that are not open yet
     assert np.array(tab.plotted("heads"), dtype=float).shape == (32, 32)
     for view in ("table", "head", "mosaic", "likeness", "scatter", "about"):
@@ -244,6 +248,69 @@ def test_a_thousand_heads_are_small_and_drawn_view_by_view(browser: Any, tmp_pat
     tab.click_cell("mosaic", 30, 2, 32, 32, tip="L2H30")
     assert tab.text("#bar-head") == "L2H30"
     tab.close()
+
+
+@pytest.mark.slow
+def test_a_look_at_a_thousand_heads_is_below_three_megabytes(tmp_path: Path) -> None:
+    """With all that a look has: maps of repeats, composition, thirty metrics of each head."""
+    sizes: dict[str, Any] = {"n_positions": 512, "n_embd": 128, "n_layer": 32, "n_head": 32}
+    model = GPT(GPTConfig(vocab_size=2000, **sizes))
+    with torch.no_grad():
+        for matrix in (one for one in model.parameters() if one.dim() == 2):
+            matrix.mul_(8)  # attention that is far from uniform
+    ids = torch.randint(2000, (512,))
+    seen = see(model, [f" w{n}" for n in range(2000)], ids, ablation=False)
+    assert len(seen.rows) == 1024
+    assert len(seen.composition["K"]) > 300
+    assert write_page(seen, tmp_path / "page.html").stat().st_size < 3_000_000
+
+
+# --- the poster ------------------------------------------------------------------------------
+
+
+def test_the_overview_has_the_map_of_every_head(browser: Any, tmp_path: Path) -> None:
+    look = decoder(2, 3, 23)
+    tab = Tab(browser, write_page(look, tmp_path / "page.html"))
+    flat, width = tab.page.evaluate(POSTER)
+    picture = np.array(flat).reshape(-1, width, 4)
+    tall, wide = (size // count for size, count in zip(picture.shape, (2, 3), strict=False))
+    panel = hex_of(tab.page.evaluate("getComputedStyle(document.documentElement)"
+                                     ".getPropertyValue('--panel')"))  # fmt: skip
+    for row in look.rows:
+        layer, head = row["layer"], row["head"]
+        cell = picture[layer * tall : (layer + 1) * tall, head * wide : (head + 1) * wide]
+        down, across = (np.flatnonzero((cell[..., 3] > 128).any(axis)) for axis in (1, 0))
+        assert len(across) == pytest.approx(len(down), abs=1)
+        at = [np.linspace(one[0], one[-1], 47).round().astype(int)[1::2] for one in (down, across)]
+        shown = cell[np.ix_(*at)][..., :3]
+        expected = np.sqrt(look.layers[layer].maps[head])
+        lower = np.tri(23, dtype=bool)
+        colours = np.stack([np.interp(expected, STOPS, part) for part in VIRIDIS.T], -1)
+        np.testing.assert_allclose(shown[lower], colours[lower], atol=6)
+        assert (shown[~lower] == panel).all()
+    tab.page.select_option("#statistic-menu", "entropy")
+    assert tab.page.locator("#heads image").count() == 0
+    tab.close()
+
+
+POSTER = """async () => {
+  const image = new Image();
+  image.src = document.querySelector('#heads image').getAttribute('href');
+  await image.decode();
+  const pen = new OffscreenCanvas(image.width, image.height).getContext('2d');
+  pen.drawImage(image, 0, 0);
+  return [[...pen.getImageData(0, 0, image.width, image.height).data], image.width];
+}"""
+
+
+def hex_of(colour: str) -> list[int]:
+    return [*bytes.fromhex(colour.strip().removeprefix("#"))]
+
+
+VIRIDIS = np.array([hex_of(one) for one in (
+    "440154 482878 3e4989 31688e 26828e 1f9e89 35b779 6ece58 b5de2b fde725".split()
+)])  # fmt: skip
+STOPS = np.linspace(0, 1, len(VIRIDIS))
 
 
 def test_a_single_head_is_a_page_too(browser: Any, tmp_path: Path) -> None:

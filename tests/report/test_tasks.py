@@ -12,6 +12,7 @@ import pytest
 
 from browser import PHONE, Tab, axe_core, chromium, colours, violations
 from headwise.models import gpt
+from headwise.models.corpus import manual_passage
 from headwise.report import look
 from headwise.report.folders import load_folder
 from headwise.report.page import write_page
@@ -20,7 +21,10 @@ from looks import decoder, with_repeats
 pytestmark = pytest.mark.browser
 
 TEXT = "It is said that it rains. With what it brings, it is said that it rains."
-VIEWS = ("heads", "head", "mosaic", "table", "compare", "likeness", "scatter", "about")
+VIEWS = (
+    *("heads", "head", "mosaic", "table", "compare"),
+    *("composition", "likeness", "scatter", "about"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,16 @@ def plain(text: str) -> str:
 
 
 # --- tasks -----------------------------------------------------------------------------------
+
+
+def test_the_first_screen_has_the_map_of_every_head(fresh: Tab) -> None:
+    assert fresh.page.locator("#heads image").count() == 1
+    assert in_sight(fresh, "#heads image")
+
+
+def test_the_default_page_is_small(tmp_path: Path) -> None:
+    seen = look(*load_folder(gpt.builtin()), manual_passage())
+    assert write_page(seen, tmp_path / "page.html").stat().st_size < 500_000
 
 
 def test_which_heads_are_induction_heads_takes_no_click(fresh: Tab) -> None:
@@ -223,12 +237,14 @@ def use(tab: Any, view: str) -> None:
         tab.select_option("#layer-menu", "1")
     elif view == "mosaic":
         tab.locator("#mosaic-orders label").nth(1).click()
+    elif view == "composition":
+        tab.locator("#composition-count").press("End")
     tab.wait_for_selector("main[aria-busy=false]", state="attached")
 
 
 @pytest.mark.slow
 def test_axe_finds_nothing_in_any_view(browser: Any, files: dict[str, Path]) -> None:
-    """Opened and used, light; used, dark, where the colours alone are others."""
+    """Opened at three widths and used, light; then dark, where the colours alone are others."""
     context = browser.new_context(color_scheme="light", bypass_csp=True)
     page = context.new_page()
     page.goto(files["two"].as_uri())
@@ -240,12 +256,17 @@ def test_axe_finds_nothing_in_any_view(browser: Any, files: dict[str, Path]) -> 
     for view in VIEWS:
         page.evaluate("(view) => document.querySelector(`#nav a[data-view=${view}]`).click()", view)
         page.locator(f"#view-{view}").wait_for()
-        page.wait_for_selector("main[aria-busy=false]", state="attached")
-        assert violations(page) == [], view
+        for width in (375, 860, 1440):
+            page.set_viewport_size({"width": width, "height": 900})
+            colours(page, "light")
+            assert violations(page) == [], (view, width)
+            colours(page, "dark")
+            assert violations(page, "color-contrast") == [], (view, width, "dark")
+        colours(page, "light")
         use(page, view)
         assert violations(page) == [], f"{view}, used"
         colours(page, "dark")
-        assert violations(page, "color-contrast") == [], f"{view}, dark"
+        assert violations(page, "color-contrast") == [], f"{view}, used, dark"
         colours(page, "light")
     context.close()
 

@@ -139,7 +139,7 @@ def ungzip_b64(text: str) -> bytes:
 
 
 MAP_SIDE = 256  # the maximal number of cells on a side of a map
-MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
+MAP_CELLS = 600_000  # of all maps together: 24 × 24 for each of 1,024 heads
 TOP_ENTRIES = 600_000  # of all heads together: one per query for 1,024 heads on 512 tokens
 MOST_KEYS = 8
 SHORT_PERIOD = 14  # repeated random tokens in the short piece that is shown
@@ -148,7 +148,7 @@ POSITIONS = 50_000
 
 @dataclass(frozen=True)
 class Budget:
-    """The resolution of a look, chosen so that its page stays below 5 MB.
+    """The resolution of a look, chosen so that the page of 1,024 heads stays below 3 MB.
 
     map_side: the maximal number of cells on a side of a map. top_keys: the number of keys kept for
     each query. positions: the maximal number of entries of `entropy` and `received` of a head.
@@ -163,7 +163,7 @@ def short_period(heads: int) -> int:
     """Return the length of the short repeated piece for a model with `heads` heads.
 
     >>> short_period(16), short_period(1024), short_period(4096)
-    (14, 13, 6)
+    (14, 12, 6)
     """
     return max(2, min(SHORT_PERIOD, math.isqrt(MAP_CELLS // heads) // 2))
 
@@ -174,7 +174,7 @@ def budget(heads: int, tokens: int) -> Budget:
     >>> budget(12, 128)
     Budget(map_side=128, top_keys=8, positions=128)
     >>> budget(12 * 12, 1024), budget(32 * 32, 512)
-    (Budget(map_side=74, top_keys=4, positions=347), Budget(map_side=27, top_keys=1, positions=48))
+    (Budget(map_side=64, top_keys=4, positions=347), Budget(map_side=24, top_keys=1, positions=48))
     """
     most = max(2, min(MAP_SIDE, math.isqrt(MAP_CELLS // heads)))
     side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of nearly equal sizes

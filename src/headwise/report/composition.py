@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..research.circuits import circuits
+from ..research.circuits import Composition, circuits
 from .schema import Layer
 
-LIMIT = 200_000_000
-"""The largest number of parameters of a model whose heads are composed: seconds on two cores."""
+LIMIT = 2e10
+"""The largest heads × parameters for which heads are composed: seconds on two cores."""
 
 STRONGEST = 300
 """The number of pairs that are kept of each kind."""
 
-OF_EACH = 3
+OF_EACH = 2
 """The number of pairs that are kept of each head besides: of those in which it writes, and of those
 in which it reads."""
 
@@ -40,8 +40,9 @@ def composition(
         first. `unrelated`: the expected score of two random heads, `1 / √E`. Only heads that read
         the stream that the writer writes into are paired. Otherwise `reason`.
     """
-    if sum(parameter.numel() for parameter in model.parameters()) > LIMIT:
-        return {"reason": f"skipped for models with more than {LIMIT:,} parameters"}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if len(rows) * parameters > LIMIT:
+        return {"reason": f"skipped for {len(rows):,} heads and {parameters:,} parameters"}
     shared = Counter(modules.values())
     places = {
         (modules[row["module"]], row["head"]): place
@@ -53,7 +54,7 @@ def composition(
         names = [(one.module, head) for one in found.layers for head in range(len(one.q))]
         known = [number for number, name in enumerate(names) if name in places]
         heads = [places[names[number]] for number in known]
-        scores = {kind: found.composition(kind)[known][:, known].cpu() for kind in "KQV"}
+        scores = {kind: found.composition(kind)[known][:, known].cpu() for kind in get_args(Composition)}
     except Exception as error:  # a foreign model may do anything, and the rest of the look is there
         return {"reason": f"not available ({error})"}
     of = [layers[rows[head]["layer"]] for head in heads]

@@ -37,7 +37,7 @@ def labeled_heads(rows: Sequence[Row], rules: Sequence[Row]) -> dict[str, list[i
 
 def opening_head(rows: Sequence[Row], rules: Sequence[Row]) -> int:
     """Return the row of the head to begin with: of the first label whose surest head is far past
-    the threshold, otherwise the surest of all, or 0 if no head has a label.
+    the threshold, otherwise the surest of all; if no head has a label, the most important one.
 
     >>> def row(label, score):
     ...     return {"labels": [{"label": label, "score": score, "threshold": 0.5}]}
@@ -52,7 +52,22 @@ def opening_head(rows: Sequence[Row], rules: Sequence[Row]) -> int:
         for label, heads in labeled_heads(rows, rules).items()
     ]
     clear = [place for place, margin in best if margin >= 0.5]
-    return clear[0] if clear else max(best, key=lambda one: one[1], default=(0, 0.0))[0]
+    if not best:
+        return _most_important(rows)[1]
+    return clear[0] if clear else max(best, key=lambda one: one[1])[0]
+
+
+def _most_important(rows: Sequence[Row]) -> tuple[str, int]:
+    """Return the first metric of importance that is there, and its largest row; or `""` and 0."""
+    for metric in EFFECTS:
+        known = {
+            n: row[metric]
+            for n, row in enumerate(rows)
+            if math.isfinite(row.get(metric) or math.nan)
+        }
+        if known:
+            return metric, max(known, key=lambda place: known[place])
+    return "", 0
 
 
 def _named(row: Row, label: str) -> Row | None:
@@ -82,12 +97,10 @@ def finding(rows: Sequence[Row], rules: Sequence[Row]) -> str:
         for place, (label, heads) in enumerate(list(labeled_heads(rows, rules).items())[:3])
     ]
     said = f"{', '.join(found)}." if found else "No head has a label."
-    for metric, form in EFFECTS.items():
-        known = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
-        if known:
-            most = max(known, key=lambda row: row[metric])
-            return f"{said} {form.format(_name(most), most[metric])}" if most[metric] > 0 else said
-    return said
+    metric, most = _most_important(rows)
+    if not metric or rows[most][metric] <= 0:
+        return said
+    return f"{said} {EFFECTS[metric].format(_name(rows[most]), rows[most][metric])}"
 
 
 EFFECTS = {

@@ -134,17 +134,17 @@ def look(
     lacking = None
     if importance or ablation:
         _require_reiterable(samples)
-        if loss is None and not subject.loss_of:
-            importance, ablation, lacking = False, False, _no_loss_notice(subject)
     mean_loss = subject.mean_loss if loss is None else _user_loss(loss)
     with evaluating(model), torch.no_grad():
         collected, first, facts = _collect_all(subject, samples, seed, report_progress, shared)
         repeats = _on_a_short_repeat(subject, seed, collected)
         effects, own = [], samples.read > 0  # a rank may have no text
+        if loss is None and facts["loss_text"] is None:
+            lacking = _no_loss_notice(subject) if importance or ablation else None
+            importance, ablation = False, False
         if ablation is None:
             work = facts["heads"] * facts["parameters"] * facts["tokens_shown"]
-            one_text = samples.number == 1 and loss is None and subject.loss_of
-            ablation = bool(one_text) and work <= ABLATION_LIMIT
+            ablation = samples.number == 1 and loss is None and work <= ABLATION_LIMIT
         if importance:
             report_progress("importance", 0.0)
             slopes = importance_of(model, mean_loss, samples) if own else None

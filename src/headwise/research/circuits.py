@@ -352,7 +352,11 @@ class _Tables:
     def _embedding(self, model: Any, modules: Mapping[str, nn.Module]) -> Tensor | None:
         find = getattr(model, "get_input_embeddings", lambda: None)
         own: Any = find()
-        found = [own] if hasattr(own, "weight") else _embeddings("wte|tok|word|shared|embed_in", modules)
+        found = (
+            [own]
+            if hasattr(own, "weight")
+            else _embeddings("wte|tok|word|shared|embed_in", modules)
+        )
         return max((one.weight for one in found), key=len, default=None)
 
     def _unembedding(self, model: Any, modules: Mapping[str, nn.Module]) -> Tensor | None:
