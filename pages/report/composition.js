@@ -65,7 +65,7 @@ function drawGraph(edges) {
   const share = ({ score }) => Math.max(0, (score - unrelated) / (most - unrelated));
   const count = data.layers.length;
   const few = data.width <= 24;
-  const linked = new Set(edges.filter(({ mine }) => mine).flatMap(({ from, to }) => [from, to]));
+  const linked = new Set(edges.flatMap(({ from, to }) => [from, to]));
   const box = picture("composition", {
     ...layout, height: Math.max(28, Math.min(120, 560 / count)) * count + margin.t + margin.b,
     lines: [...edges].sort((a, b) => Number(a.mine) - Number(b.mine) || a.score - b.score).map((edge) => ({
@@ -74,7 +74,7 @@ function drawGraph(edges) {
     })),
     points: data.rows.map((row, index) => ({
       x: row.head, y: row.layer, row: index, size: index === state.row ? 20 : few ? 14 : 8, edge: index === state.row ? 2.2 : 0.7,
-      colour: labelColour(firstLabel(row)), path: row.labels.length ? styleOf(firstLabel(row)).glyph : CIRCLE, faint: linked.size > 0 && !linked.has(index) && index !== state.row && !few,
+      colour: labelColour(firstLabel(row)), path: row.labels.length ? styleOf(firstLabel(row)).glyph : CIRCLE, faint: !few && !linked.has(index) && index !== state.row,
     })),
     says: {
       title: `${composing.kind}-composition: the ${counted(edges.length, "strongest pair")} of heads`,

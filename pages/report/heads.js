@@ -92,8 +92,8 @@ const LEAST = 16;   // pixels of the smallest map that shows something
 /** The pixels of a cell of the map of heads, with a small map in it where that fits: `[across, tall, side]`. */
 function cellSizes() {
   const across = ($("heads").clientWidth - headsMargin(false).l - headsMargin(false).r) / data.width;
-  const tall = Math.min(across + STRIP - 4, 560 / data.layers.length);
-  const side = Math.floor(Math.min(across - 8, tall - STRIP - 5));
+  const tall = Math.min(across + STRIP - 2, 560 / data.layers.length);
+  const side = Math.floor(Math.min(across - 5, tall - STRIP - 3));
   return [across, tall, side >= LEAST ? side : 0];
 }
 const posterSide = () => cellSizes()[2];
@@ -115,7 +115,7 @@ function posterMarks({ area, toX, toY }, side) {
     const z = Array.from({ length: cells }, () => new Float32Array(cells).fill(NaN));
     writeTile(z, 0, 0, row.of, values.subarray(row.head * n * m, (row.head + 1) * n * m), cells);
     paintCells(tile, { z, low: 0, high: 1, stops: VIRIDIS }, cells, cells);
-    const [left, top] = [(toX(row.head) - area.x - side / 2) * scale, (toY(row.layer + 0.5) - area.y - side - 4) * scale];
+    const [left, top] = [(toX(row.head) - area.x - side / 2) * scale, (toY(row.layer + 0.5) - area.y - side - 3) * scale];
     pen.fillStyle = css("--panel");
     pen.fillRect(left, top, side * scale, side * scale);
     pen.drawImage(tile, left, top, side * scale, side * scale);

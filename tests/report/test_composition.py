@@ -105,6 +105,7 @@ def test_a_look_without_pairs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
             return nn.functional.scaled_dot_product_attention(q, k, v)
 
     seen = look(Odd(), None, torch.arange(20))
+    assert "ablation" not in seen.rows[0]  # it returns no logits, so it has no loss
     assert seen.composition["reason"].startswith("not available (")
     line = dict(provenance_lines(seen.document()))["Composition"]
     assert line == seen.composition["reason"]

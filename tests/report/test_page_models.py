@@ -265,6 +265,39 @@ def test_a_look_at_a_thousand_heads_is_below_three_megabytes(tmp_path: Path) -> 
     assert write_page(seen, tmp_path / "page.html").stat().st_size < 3_000_000
 
 
+# --- what opens first ------------------------------------------------------------------------
+
+
+def test_without_labels_it_opens_on_the_most_important_head(browser: Any, tmp_path: Path) -> None:
+    def bare(look: Look) -> Look:
+        return replace(look, rows=[row | {"labels": []} for row in look.rows])
+
+    look = bare(decoder(2, 3, 23))
+    tab = Tab(browser, write_page(look, tmp_path / "page.html"))
+    most = max(look.rows, key=lambda row: row["ablation"])
+    assert tab.page.locator("#statistic-menu").input_value() == "ablation"
+    assert tab.text("#bar-head") == f"L{most['layer']}H{most['head']}"
+    assert tab.text("#finding").startswith("No head has a label. Ablating ")
+    tab.close()
+    tab = Tab(browser, write_page(bare(decoder(2, 3, 23, scores=False)), tmp_path / "page.html"))
+    assert tab.page.locator("#statistic-menu").input_value() == "entropy"
+    tab.close()
+
+
+def test_the_scatter_opens_on_two_metrics_that_vary(browser: Any, tmp_path: Path) -> None:
+    look = decoder(2, 3, 23, scores=False)
+    still = {"induction_random": 0.01, "previous": 0.3, "entropy": 2.0, "self": 0.1}
+    rows = [row | still for row in look.rows]
+    tab = Tab(browser, write_page(replace(look, rows=rows), tmp_path / "page.html"))
+    tab.show("scatter")
+    axes = [tab.page.locator(f"#axis-{name}").input_value() for name in "xy"]
+    assert len({*axes, *still}) == 2 + len(still)
+    for axis in axes:
+        values = [row[axis] for row in rows]
+        assert max(values) > 1.1 * min(values)
+    tab.close()
+
+
 # --- the poster ------------------------------------------------------------------------------
 
 
