@@ -54,7 +54,9 @@ def composition(
         names = [(one.module, head) for one in found.layers for head in range(len(one.q))]
         known = [number for number, name in enumerate(names) if name in places]
         heads = [places[names[number]] for number in known]
-        scores = {kind: found.composition(kind)[known][:, known].cpu() for kind in get_args(Composition)}
+        scores = {
+            kind: found.composition(kind)[known][:, known].cpu() for kind in get_args(Composition)
+        }
     except Exception as error:  # a foreign model may do anything, and the rest of the look is there
         return {"reason": f"not available ({error})"}
     of = [layers[rows[head]["layer"]] for head in heads]
