@@ -86,7 +86,7 @@ function headsCells() {
 }
 
 const STRIP = 17;   // pixels of a cell's head, where its label stands
-const POSTER = " In it is its map: queries down, keys across, lighter for larger weights.";
+const POSTER = " Queries down, keys across; lighter is more weight.";
 const LEAST = 16;   // pixels of the smallest map that shows something
 
 /** The pixels of a cell of the map of heads, with a small map in it where that fits: `[across, tall, side]`. */
@@ -170,7 +170,7 @@ function drawHeads() {
   const box = picture("heads", {
     ...layout, grid, words: headsWords(grid, across, tall, side), over: side ? (spec) => posterMarks(spec, side) : undefined, ramp: column ? roundTicks(grid.low, grid.high) : undefined,
     says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
-      : { title: "The first label of every head", scale: `A cell is a head; its colour and sign are its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+      : { title: side ? "The attention map of every head" : "The first label of every head", scale: `A cell is a head; its colour and sign are its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
     click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
     hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
     leave: () => peek({}),

@@ -105,6 +105,24 @@ function saveAs(name, content) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
+/** Copies a chart as a picture, with its title and caption. */
+async function copyPicture(box, button) {
+  try {
+    await navigator.clipboard.write([new ClipboardItem({ "image/png": chartAsPng(box) })]);
+    say(button, "copied", "The picture is copied");
+  } catch {
+    say(button, "not allowed here; use PNG");
+  }
+}
+
+/** Puts a note in the place of a button's text for a while, and tells it to screen readers. */
+function say(button, note, told = note) {
+  const text = button.dataset.text ??= button.textContent;
+  button.textContent = note;
+  $("said").textContent = told;
+  setTimeout(() => { button.textContent = text; }, 5000);
+}
+
 /** Copies the address of what is shown. */
 async function copyLink(button) {
   try {
@@ -118,9 +136,7 @@ async function copyLink(button) {
     field.remove();
   }
   const note = location.protocol === "file:" ? "copied; it works only on this machine. To share it, send the file and the part of the link after #." : "copied";
-  button.textContent = note;
-  $("said").textContent = `The link is ${note}`;
-  setTimeout(() => { button.textContent = "link"; }, 5000);
+  say(button, note, `The link is ${note}`);
 }
 
 /**
@@ -135,7 +151,7 @@ export function picture(id, spec) {
 }
 
 /**
- * Buttons under a chart that save it, and copy the address of what is shown.
+ * Buttons under a chart that save or copy it, and copy the address of what is shown.
  * @param {Box} box
  */
 function saveButtons(box) {
@@ -148,5 +164,6 @@ function saveButtons(box) {
   return el("p", { class: "save" },
     button("SVG", "Save this picture as SVG", () => saveAs(file("svg"), new Blob([chartAsSvg(box)], { type: "image/svg+xml" }))),
     button("PNG", "Save this picture as PNG", async () => saveAs(file("png"), await chartAsPng(box))),
+    button("copy", "Copy this picture", (made) => copyPicture(box, made)),
     ...(embedded ? [] : [button("link", "Copy a link to what is shown", copyLink)]));
 }

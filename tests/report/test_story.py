@@ -301,9 +301,37 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
     assert picture.size == tuple(2 * float(drawn.get(name)) for name in ("width", "height"))
     drawn = ElementTree.fromstring(saved(tab, "heads", "SVG"))
     words = [one.text for one in drawn.iter(f"{tag}text")]
-    assert words[0] == "The first label of every head"
+    assert words[0] == "The attention map of every head"
+    assert len([*drawn.iter(f"{tag}image")]) == 2  # the cells, and the maps in them
     assert words[-3:] == ["induction", "previous token", "unlabeled"]
     tab.asked[:] = [one for one in tab.asked if not one.startswith("blob:")]
+
+
+def test_a_picture_is_copied_with_its_words(tab: Tab) -> None:
+    button = tab.page.locator("#heads + .save button").nth(2)
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    button.click()
+    tab.page.locator("#heads + .save button", has_text="copied").wait_for()
+    read = "navigator.clipboard.read().then(([one]) => one.getType('image/png'))"
+    flat = tab.page.evaluate(
+        f"{read}.then((png) => png.arrayBuffer()).then((bytes) => [...new Uint8Array(bytes)])"
+    )
+    copied = Image.open(io.BytesIO(bytes(flat)))
+    tab.page.locator("#heads + .save button", has_text="copy").wait_for()
+    assert copied.tobytes() == Image.open(io.BytesIO(saved(tab, "heads", "PNG"))).tobytes()
+    tab.asked[:] = [one for one in tab.asked if not one.startswith("blob:")]
+
+
+def test_a_head_under_the_pointer_is_a_preview(tab: Tab) -> None:
+    chosen = tab.text("#bar-head")
+    other = next(name for name in ("L0H0", "L0H1") if name != chosen)
+    tab.move("heads", int(other[3]), int(other[1]), 3, 1)
+    tab.page.locator("#glance-title", has_text=f"{other} preview; click to select").wait_for()
+    assert tab.page.locator("#story.preview").count() == 1
+    assert tab.text("#bar-head") == chosen
+    tab.page.mouse.move(2, 2)
+    tab.page.wait_for_selector("#story:not(.preview)")
+    assert tab.text("#glance-title") == chosen
 
 
 def test_a_copied_link_says_where_it_opens(tab: Tab) -> None:
