@@ -5,7 +5,7 @@ import { showTip } from "../shared/tip.js";
 import { counted, headName } from "../shared/words.js";
 import { choose, redraw, remember } from "./choice.js";
 import { headsLayout, headsMargin, moveByKeys } from "./heads.js";
-import { headButton, headTip, labelColour, styleOf } from "./labels.js";
+import { headButton, headTip, labelColour, pointGlyph } from "./labels.js";
 import { data, firstLabel } from "./look.js";
 import { picture } from "./save.js";
 import { drawLabelLegend } from "./scatter.js";
@@ -14,7 +14,6 @@ import { chosen, state } from "./state.js";
 /** Of each kind its letter, and what of a later head reads what a head writes. */
 const KINDS = { K: "keys", Q: "queries", V: "values" };
 const OWN = 2;  // pairs of the chosen head that are shown in any case, in which it writes, and in which it reads
-const CIRCLE = "M6 1.5a4.5 4.5 0 1 0 0 9a4.5 4.5 0 1 0 0 -9z";  // a head without a label
 const composing = { kind: "K", count: 0 };
 
 export const compositionView = {
@@ -38,7 +37,7 @@ export const compositionView = {
     const edges = shownEdges(pairs, count);
     drawGraph(edges);
     drawEdgeTable(edges);
-    drawLabelLegend("composition-legend", data.rows.filter(({ labels }) => labels.length));
+    drawLabelLegend("composition-legend", data.rows);
   },
 };
 
@@ -74,7 +73,7 @@ function drawGraph(edges) {
     })),
     points: data.rows.map((row, index) => ({
       x: row.head, y: row.layer, row: index, size: index === state.row ? 20 : few ? 14 : 8, edge: index === state.row ? 2.2 : 0.7,
-      colour: labelColour(firstLabel(row)), path: row.labels.length ? styleOf(firstLabel(row)).glyph : CIRCLE, faint: !few && !linked.has(index) && index !== state.row,
+      colour: labelColour(firstLabel(row)), path: pointGlyph(firstLabel(row)), faint: !few && !linked.has(index) && index !== state.row,
     })),
     says: {
       title: `${composing.kind}-composition: the ${counted(edges.length, "strongest pair")} of heads`,

@@ -17,10 +17,15 @@ export function styleOf(name) {
 
 export const labelColour = (name) => styleOf(name)[dark.matches ? "dark" : "light"];
 
+const CIRCLE = "M6 1.5a4.5 4.5 0 1 0 0 9a4.5 4.5 0 1 0 0 -9z";
+
+/** The glyph of a point: of a head without a label, a circle. */
+export const pointGlyph = (name) => (name === NONE ? CIRCLE : styleOf(name).glyph);
+
 /** A label's glyph in its colour. */
-export function glyph(name) {
+export function glyph(name, path = styleOf(name).glyph) {
   const mark = drawn("svg", { viewBox: "0 0 12 12", class: "glyph", "aria-hidden": "true" });
-  mark.append(drawn("path", { d: styleOf(name).glyph, fill: labelColour(name), "fill-rule": "evenodd" }));
+  mark.append(drawn("path", { d: path, fill: labelColour(name), "fill-rule": "evenodd" }));
   return mark;
 }
 

@@ -35,7 +35,7 @@ export function drawOffsets(rows) {
   const shares = [...offsets.slice(first, end)];
   const most = Math.max(...shares, 1e-9);
   picture("offsets", {
-    width: $("offsets").clientWidth, height: 180 + turnedRoom(names, 40), margin: { l: 44, r: 10, t: 8, b: turnedRoom(names, 40) }, bars: shares.map((share, bin) => [bin, share]),
+    width: $("offsets").clientWidth, height: 180 + turnedRoom(names, 40), margin: { l: 54, r: 10, t: 8, b: turnedRoom(names, 40) }, bars: shares.map((share, bin) => [bin, share]),
     x: {
       title: data.offsets[first] < 0 ? "tokens back (negative: ahead)" : "tokens back",
       range: [-0.6, shares.length - 0.4], ticks: names.map((name, bin) => [bin, name]), turned: 40,
