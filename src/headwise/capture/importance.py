@@ -12,7 +12,7 @@ from .ablate import How, ablate
 from .call import AttentionCall
 from .effects import HeadEffects, gather
 from .head_address import joined_numbers
-from .modules import Modules, chosen, why_left_out
+from .modules import Modules
 from .reference import AblationReference, check_given
 from .session import catch
 
@@ -84,8 +84,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
 
         with torch.enable_grad(), catch(model, listen, function="importance") as net:
             losses = _checked(loss(model, batch), quote)
-            if not outs:
-                raise ValueError(f"{quote}: no attention was seen, for {net.names.why_nothing()}.")
+            net.check_seen(outs, quote)
             if not losses.requires_grad:
                 raise ValueError(f"{quote}: the loss has no gradient; it must not be detached.")
             samples = len(losses) if losses.dim() else _batch_of(outs, quote)
@@ -149,9 +148,7 @@ def ablation_scan(
     training = [name or "the model" for name, module in model.named_modules() if module.training]
     if training:
         raise ValueError(f"{quote}: {training[0]} is in training mode; call model.eval() first.")
-    wanted = chosen(modules)
     given, parts = batches if isinstance(batches, Sized) else list(batches), []
-    unwanted: dict[str, None] = {}
     numbers: dict[str, int] = {}
     why = "there are no batches"
     for number, batch in enumerate(given):
@@ -159,14 +156,11 @@ def ablation_scan(
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
             name, number = call.name, call.all_heads
-            if wanted(name, call.layer):
-                call.on_complete(lambda _: heads.update({name: number}))
-            else:
-                unwanted[name] = None
+            call.on_complete(lambda _: heads.update({name: number}))
 
-        with catch(model, listen, function="ablation_scan") as net:
+        with catch(model, listen, function="ablation_scan", modules=modules) as net:
             base = _checked(loss(model, batch), quote)
-        why, numbers = net.names.why_nothing(), joined_numbers(numbers, net.numbers)
+        why, numbers = net.why_nothing(), joined_numbers(numbers, net.numbers)
         gained: dict[str, list[Tensor]] = {name: [] for name in heads}
         every = [(name, head) for name, count in heads.items() for head in range(count)]
         for done, (name, head) in enumerate(every, start=1):
@@ -178,10 +172,7 @@ def ablation_scan(
         figures = {name: {"ablation": torch.stack(heads, 1)} for name, heads in gained.items()}
         parts.append((base.numel(), figures))
     if not any(figures for _, figures in parts):
-        raise ValueError(
-            f"{quote}: no attention was seen, for "
-            f"{why_left_out(modules, unwanted) if unwanted else why}."
-        )
+        raise ValueError(f"{quote}: no attention was seen, for {why}.")
     return gather(parts, numbers)
 
 

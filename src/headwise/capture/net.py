@@ -19,7 +19,7 @@ from .._text import and_more
 from ..core.modes import transformed
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
-from .modules import Forward, Names
+from .modules import Forward, Modules, Names, why_left_out
 from .parts import PendingCall, ResolvedCall, at_end, at_last, read
 from .private_torch import in_backward, modes, pop_mode, push_mode
 from .ranks import place_of_heads
@@ -54,7 +54,8 @@ class CaptureSession:
     to attend only in such modules, no others are followed. `attended` has the outermost module of
     each forward, by its id, and the modules that attended in it; `in_graphs` the calls from graphs
     in this forward, by their sites and modules. `numbers` has the layers' numbers, by the names of
-    modules; `heads` the declared heads of a module. Errors name the public `function`.
+    modules; `heads` the declared heads of a module. Calls of modules that are not `selected` (by
+    `modules`) are not passed on. Errors name the public `function`.
     """
 
     def __init__(
@@ -90,6 +91,9 @@ class CaptureSession:
         self.in_graphs: set[tuple[int, int]] = set()
         self.attended: set[tuple[int, frozenset[str]]] = set()
         self.heads: Callable[[str], int | None] = lambda name: None
+        self.modules: Modules = None
+        self.selected: Callable[[str, int | None], bool] | None = None
+        self.not_selected: dict[str, None] = {}
 
     @property
     def quote(self) -> str:
@@ -251,7 +255,9 @@ class CaptureSession:
             waiting.on_complete(lambda _: self._number(call.name))
         if self._split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
-        if self.in_full:
+        if self.selected is not None and not self.selected(call.name, call.layer):
+            self.not_selected[call.name] = new = None
+        elif self.in_full:
             with SILENCE, self.functions.off():
                 new = self.listener(call)
         else:
@@ -261,6 +267,17 @@ class CaptureSession:
             waiting.out = waiting.out if new is None else new
             among.waiting.append(waiting)
         return new
+
+    def why_nothing(self) -> str:
+        """Return the reason why no attention of the selected modules was captured, as a clause."""
+        if self.not_selected and not self.names.left_out:
+            return why_left_out(self.modules, self.not_selected)
+        return self.names.why_nothing()
+
+    def check_seen(self, seen: object, quote: str) -> None:
+        """Raise ValueError if nothing was seen."""
+        if not seen:
+            raise ValueError(f"{quote}: no attention was seen, for {self.why_nothing()}.")
 
     def _number(self, name: str) -> None:
         """Assign the next number to a module that attends, if it has none."""

@@ -7,7 +7,7 @@ import inspect
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,14 +24,14 @@ from ..weights.packing import per_head, sizes_of, subset
 from .ablate import Heads, heads_by_layer
 from .head_address import Layer, as_written
 from .modules import attending, check_model
-from .ranks import number_of_heads
+from .ranks import HEADS, number_of_heads
 
-_HEADS = "num_heads n_heads n_head num_attention_heads heads nhead n_local_heads"
-_KV_HEADS = "num_kv_heads num_key_value_heads n_kv_heads n_local_kv_heads kv_heads"
-_SHARED = "num_key_value_groups n_rep"
-_WIDTHS = "all_head_size inner_dim split_size attn_dim q_size embed_dim"
-_KV_WIDTHS = "inner_kv_dim kv_dim kv_size"
-_HEAD_WIDTHS = "head_dim attention_head_size dim_head head_size key_value_proj_dim"
+_NUM_HEADS = (*HEADS, "n_local_heads")
+_KV_HEADS = "num_kv_heads num_key_value_heads n_kv_heads n_local_kv_heads kv_heads".split()
+_SHARED = "num_key_value_groups n_rep".split()
+_WIDTHS = "all_head_size inner_dim split_size attn_dim q_size embed_dim".split()
+_KV_WIDTHS = "inner_kv_dim kv_dim kv_size".split()
+_HEAD_WIDTHS = "head_dim attention_head_size dim_head head_size key_value_proj_dim".split()
 """Names in modules of the numbers of heads, of key/value heads and of heads that share one, and of
 the widths of all heads, of all key/value heads and of one head."""
 
@@ -170,7 +170,7 @@ class _PrunedAttention:
             )
         columns = zip(*left, strict=True) if self.layers[0].layout.turns else left
         self.left = [head for one in columns for head in one]
-        if not any(_numbers(self.owner, _HEADS, sizes.num_heads)) and not any(
+        if not any(_numbers(self.owner, _NUM_HEADS, sizes.num_heads)) and not any(
             _numbers(self.owner, _HEAD_WIDTHS, sizes.head_dim)
         ):
             raise ValueError(
@@ -259,7 +259,7 @@ class _PrunedAttention:
             (_KV_WIDTHS, sizes.num_kv_heads * sizes.head_dim, groups * sizes.head_dim),
             (_KV_HEADS, sizes.num_kv_heads, groups),
             (_SHARED, sizes.num_heads // sizes.num_kv_heads, heads // groups),
-            (_HEADS, sizes.num_heads, heads),
+            (_NUM_HEADS, sizes.num_heads, heads),
         ]
         places = [([*_numbers(owner, names, old)], new) for names, old, new in changes]
         for name, tensor in self.smaller().items():
@@ -277,10 +277,10 @@ class _PrunedAttention:
         owner.pruned_heads = sorted({*before, *(first[head] for head in self.remove)})  # type: ignore
 
 
-def _numbers(owner: nn.Module, names: str, value: int) -> Iterator[tuple[nn.Module, str]]:
+def _numbers(owner: nn.Module, names: Sequence[str], value: int) -> Iterator[tuple[nn.Module, str]]:
     """Yield the attributes of a module and its parts that have one of the names and this value."""
     for module in owner.modules():
-        for name in names.split():
+        for name in names:
             if type(vars(module).get(name)) is int and vars(module)[name] == value:
                 yield module, name
 
@@ -291,7 +291,7 @@ def _reads_config(module: nn.Module) -> bool:
         source = inspect.getsource(type(module).forward)
     except (OSError, TypeError):
         return False
-    names = "|".join(f"{_HEADS} {_KV_HEADS}".split())
+    names = "|".join((*_NUM_HEADS, *_KV_HEADS))
     return re.search(rf"config\.({names})\b", source) is not None
 
 
@@ -428,10 +428,10 @@ def _config_after(model: nn.Module, chosen: list[_PrunedAttention]) -> Any:
     new = copy.deepcopy(config)
     vars(new).pop("pruned_heads", None)
     for names, old, size in (
-        (_HEADS, sizes.num_heads, heads),
+        (_NUM_HEADS, sizes.num_heads, heads),
         (_KV_HEADS, sizes.num_kv_heads, groups),
     ):
-        for name in names.split():
+        for name in names:
             if getattr(new, name, None) == old:
                 setattr(new, name, size)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "no_heads")
+HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "no_heads")
 """Names of the number of heads in modules and configurations; attention modules also use `h`."""
 
 
@@ -24,7 +24,7 @@ def number_of_heads(*modules: nn.Module) -> int | None:
     for module in modules:
         own = ("h",) if "att" in type(module).__name__.lower() else ()  # else mostly a height
         for owner in (module, getattr(module, "config", None)):
-            for heads in (getattr(owner, name, None) for name in ("all_heads", *_HEADS, *own)):
+            for heads in (getattr(owner, name, None) for name in ("all_heads", *HEADS, *own)):
                 if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
                     return heads
     return None

@@ -28,7 +28,7 @@ from .adapters.transformers import attention_functions
 from .adapters.varlen import functions as varlen_attention
 from .call import Listener
 from .known import Known, forget, known, learn, starting, starting_compiled
-from .modules import Names, names_of
+from .modules import Modules, Names, chosen, names_of
 from .net import CaptureSession, Functions, Interceptor, RefcountedPatch
 from .private_torch import compiler, unnoticed, without_dispatch
 
@@ -42,8 +42,9 @@ def catch(
     function: str = "watch",
     in_full: bool = True,
     refuse: bool = True,
+    modules: Modules = None,
 ) -> Iterator[CaptureSession]:
-    """Call `listener` with every attention call that `model` makes in this thread.
+    """Call `listener` with the attention calls of `modules` that `model` makes in this thread.
 
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
     another thread; by default that is an error. Errors name the public `function` that listens.
@@ -56,12 +57,14 @@ def catch(
     mode from there on.
 
     Raises:
-        ValueError: the model, or a part of it, is compiled by `torch.jit`.
+        ValueError: the model, or a part of it, is compiled by `torch.jit`; `modules` is invalid.
     """
+    selected = None if modules is None else chosen(modules)
     about = None if in_full else known(model)
     parts = None if in_full or about else compiled_parts(model)
     names = None if about is None else about.names
     net = CaptureSession(function, model, listener, {}, (), begin, elsewhere, names)
+    net.modules, net.selected = modules, selected
     with ExitStack() as stack:
         if not refuse:
             net.run_as_written = lambda: stack.enter_context(AS_WRITTEN)

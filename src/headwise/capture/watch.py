@@ -18,7 +18,7 @@ from ..stats.statistic import Statistic, Statistics, check_statistics
 from .bundle import Bundles
 from .call import AttentionCall, ObserveOptions, seed_of_rank
 from .captured import Watched
-from .modules import Heads, Modules, check_model, chosen, declared_heads, why_left_out
+from .modules import Heads, Modules, check_model, declared_heads
 from .parts import streams_of
 from .session import catch
 
@@ -118,9 +118,7 @@ def watch(
     if queries is not None:
         check_queries(queries)
     requested = Statistics.of(statistics)
-    left_out: dict[str, None] = {}
     looking = ObserveOptions(queries, seed, gradients, padding)
-    selected = None if modules is None else chosen(modules)
     declared = None if heads is None else declared_heads(heads)
     bundles = Bundles()
     observe = AttentionCall.observe if running or gradients else bundles.observe
@@ -128,9 +126,6 @@ def watch(
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        if selected is not None and not selected(call.name, call.layer):
-            left_out[call.name] = None
-            return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
         if call.again and not gradients:
             return
@@ -171,20 +166,17 @@ def watch(
         if graph:
             with_graph.add(call.name)
 
-    quote, names = "", None
+    quote, session = "", None
 
     def why() -> str:
-        if names is None:
-            return quote
-        nothing = left_out and not names.left_out
-        return why_left_out(modules, left_out) if nothing else names.why_nothing()
+        return quote if session is None else session.why_nothing()
 
     watched = Watched(running, why)
-    with catch(model, listen, in_full=gradients) as net:
-        names, net.heads = net.names, declared or net.heads
-        watched.left_out, watched.numbers = names.left_out, net.numbers
+    with catch(model, listen, in_full=gradients, modules=modules) as net:
+        session, net.heads = net, declared or net.heads
+        watched.left_out, watched.numbers = net.names.left_out, net.numbers
         try:
             yield watched
         finally:  # the result holds no reference to the model
             bundles.close()
-            quote, names = "" if watched else why(), None
+            quote, session = "" if watched else why(), None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.call import AttentionCall
-from ..capture.modules import Modules, call_model, check_inputs, check_model, chosen, why_left_out
+from ..capture.modules import Modules, call_model, check_inputs, check_model
 from ..capture.session import catch
 
 Kept = TypeVar("Kept")
@@ -61,14 +61,10 @@ def run_heads(
     """
     quoted = check_model(function, model)
     check_inputs(quoted, inputs)
-    wanted, unwanted = chosen(modules), dict[str, None]()
     run, outs = HeadRun[Kept](), list[Tensor]()
 
     def listen(call: AttentionCall) -> Tensor | None:
         if call.again:
-            return None
-        if not wanted(call.name, call.layer):
-            unwanted[call.name] = None
             return None
         result, out = keep(call), None
         if gradient is not None:
@@ -86,12 +82,10 @@ def run_heads(
 
     with (
         torch.set_grad_enabled(gradient is not None),
-        catch(model, listen, function=function) as net,
+        catch(model, listen, function=function, modules=modules) as net,
     ):
         output = call_model(model, inputs)
-        if not run.names:
-            why = why_left_out(modules, unwanted) if unwanted else net.names.why_nothing()
-            raise ValueError(f"{quoted}: no attention was seen, for {why}.")
+        net.check_seen(run.names, quoted)
         if score is not None:
             value = _checked(score(output), quoted, named, gradient is not None)
             run.score = value.detach()
