@@ -93,30 +93,33 @@ def test_heads_of_other_streams_are_not_paired() -> None:
 
 
 def test_a_look_without_pairs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(nn.Module):
+    class Mix(nn.Module):
         """Attention in no known layout."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.mix = nn.Embedding(30, 12), nn.Linear(12, 36)
+            self.mix = nn.Linear(12, 36)
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            q, k, v = self.mix(self.table(ids)).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
-            return nn.functional.scaled_dot_product_attention(q, k, v)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.mix(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+            out = nn.functional.scaled_dot_product_attention(q, k, v)
+            return out.transpose(1, 2).flatten(-2)
 
-    seen = look(Odd(), None, torch.arange(20))
+    odd = nn.Sequential(nn.Embedding(30, 12), Mix(), Mix())
+    seen = look(odd, None, torch.arange(20))
     assert "ablation" not in seen.rows[0]  # it returns no logits, so it has no loss
     assert seen.composition["reason"].startswith("not available (")
     line = dict(provenance_lines(seen.document()))["Composition"]
     assert line == seen.composition["reason"]
-    one = gpt.GPT(gpt.GPTConfig(vocab_size=30, n_positions=24, n_embd=12, n_layer=1, n_head=2))
-    assert look(one, None, torch.arange(20)).composition == {
-        "reason": "no head reads what another one writes"
-    }
+    one, two = (
+        gpt.GPT(gpt.GPTConfig(vocab_size=30, n_positions=24, n_embd=12, n_layer=n, n_head=2))
+        for n in (1, 2)
+    )
+    assert look(one, None, torch.arange(20)).composition == {"reason": "a single layer"}
     monkeypatch.setattr(composition, "LIMIT", 100)
-    small = look(one, None, torch.arange(20)).composition
-    count = sum(parameter.numel() for parameter in one.parameters())
-    assert small == {"reason": f"skipped for 2 heads and {count:,} parameters"}
+    small = look(two, None, torch.arange(20)).composition
+    count = sum(parameter.numel() for parameter in two.parameters())
+    assert small == {"reason": f"skipped for 4 heads and {count:,} parameters"}
 
 
 def test_pairs_are_saved_and_checked(seen: Look, tmp_path: Path) -> None:

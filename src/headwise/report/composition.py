@@ -40,6 +40,8 @@ def composition(
         first. `unrelated`: the expected score of two random heads, `1 / √E`. Only heads that read
         the stream that the writer writes into are paired. Otherwise `reason`.
     """
+    if len(layers) < 2:
+        return {"reason": "a single layer"}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if len(rows) * parameters > LIMIT:
         return {"reason": f"skipped for {len(rows):,} heads and {parameters:,} parameters"}
