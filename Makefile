@@ -36,24 +36,23 @@ endef
 run: .venv/.run $(COMPILED)
 	@$(BIN)/headwise look --out headwise-look.html
 
-# A worker more than there are cores, as browsers and other programs are waited for; each file's tests run in one
-# of them, files that take long first (tests/conftest.py says which). Then all examples, with every annotated shape
-# and dtype held to what really comes.
+# The tests and all examples. A worker more than there are cores, as browsers and other programs are waited for; each
+# file's tests run in one of them, files that take long first (tests/conftest.py says which).
 FILES = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + os.cpu_count())')
+EXAMPLES := --ignore docs/api/parallel.md src README.md docs
 TYPED := -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype
 test: .venv/.dev $(COMPILED) lint
-	@$(BIN)/python -m pytest $(FILES) -m "not ranks and not triton and not slow" tests
-	@$(BIN)/python -m pytest $(TYPED) --ignore docs/api/parallel.md src README.md docs
+	@$(BIN)/python -m pytest $(FILES) -m "not ranks and not triton and not slow" tests $(EXAMPLES)
 
 # The slow tests too: compiled code, killed and resumed runs, the ladder, wheels, planted faults, whole sessions of
-# the pages. And once more what calls most of the package, with shapes and dtypes held to the annotations; compiled
-# code is not annotated, and what a rank has of an axis (T/R) cannot be checked.
+# the pages. And once more the examples and what calls most of the package, with every annotated shape and dtype held
+# to what really comes; compiled code is not annotated, and what a rank has of an axis (T/R) cannot be checked.
 SHAPES := tests/backends/test_attend.py tests/core/test_masks.py tests/layers/test_layer.py tests/layers/test_cache.py \
   tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py tests/capture/test_watch.py
 test-all: test
 	@$(BIN)/python -m pytest $(FILES) -m slow tests
-	@$(BIN)/python -m pytest $(TYPED) $(SHAPES) \
+	@$(BIN)/python -m pytest $(TYPED) $(SHAPES) $(EXAMPLES) \
 	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \
 	  --deselect tests/capture/test_watch.py::test_compiled_models_and_functions
 
