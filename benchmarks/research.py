@@ -124,13 +124,7 @@ def measure_peak(kind: str) -> int:
     else:
         from transformers import GPT2Config, GPT2Model
 
-        sizes: Any = {
-            "n_layer": 4,
-            "n_head": 8,
-            "n_embd": 256,
-            "n_positions": LONG,
-            "vocab_size": 1024,
-        }
+        sizes: Any = {"n_layer": 4, "n_head": 8, "n_embd": 256, "n_positions": LONG}
         model = GPT2Model(GPT2Config(vocab_size=1024, **sizes)).eval()
         few, many = ids(64), ids(LONG)
         run = {
