@@ -95,6 +95,13 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"headwise {__version__}\n"
 
 
+def test_the_built_in_model_says_what_it_continues(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--tokens", "3", "--temperature", "0"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("If the expression is true, the suite is executed, and")
+    assert "has learned from a part of\nPython's manual" in shown.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,7 +114,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--heads", "5"], "heads must be a divisor of width=128, got 5"),
         (["train", "--resume", "--lr", "1"], "leave out lr"),
         (["train", "--resume"], "headwise-gpt does not contain checkpoint.safetensors"),
-        (["generate"], "Missing argument 'PROMPT"),
+        (["generate", "--model", "."], "generate --model .: give a PROMPT"),
         (["generate", "a", "--model", "gone"], "gone does not exist"),
     ],
 )

@@ -12,12 +12,22 @@ import typer
 
 from .terminal import SEEDS
 
+PROMPT = "If the expression is true, the suite is executed, and"
+"""Continued where none is given: the built-in model has learned from texts of this kind."""
+
+NOTE = f"""\
+headwise: the built-in model is a small GPT (3 layers of 4 heads) that has learned from a part of
+Python's manual and from repeated random tokens. It continues prose such as "{PROMPT}"."""
+
 
 def generate(
     prompts: Annotated[
-        list[str],
-        typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="Text to continue; - reads standard input. The built-in model has a default.",
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="A Hugging Face GPT-2 folder. Default: the built-in model."),
@@ -50,6 +60,13 @@ def generate(
     """
     from ..models import corpus, generation, gpt
 
+    if model is None:
+        print(NOTE, file=sys.stderr)
+    elif not prompts:
+        raise ValueError(
+            f"generate --model {model}: give a PROMPT; the built-in model alone has one."
+        )
+    prompts = prompts or [PROMPT]
     network, tokenizer = gpt.load(model or gpt.builtin())
     texts = [corpus.read_text("-") if prompt == "-" else prompt for prompt in prompts]
     rows = generation.stream(
