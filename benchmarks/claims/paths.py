@@ -168,15 +168,10 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
         for name, key in (("one head", "queries"), ("all heads", "queries_all")):
             cells = (percent(one[key]) for one in sharp)
             lines.append([f"{name} × {factor:g}: queries that still learn", *cells])
-        cells = (percent(one["squares"]) for one in sharp)
-        lines.append([f"one head × {factor:g}: squared score gradient left", *cells])
     ranks = {"score": "rank of a head's scores", "patterns": "patterns that mix tokens"}
     ranks |= {"jacobian": "directions that pass the Jacobian"}
-    ranks |= {"jacobian_effective": "effective rank of the Jacobian"}
     lines += [[name, *(f"{row['ranks'][key]:.0f}" for row in rows)] for key, name in ranks.items()]
-    for part in PARTS:
-        name = "the input" if part == "x" else f"W_{part}"
-        norms = [row["norms"][part] for row in rows]
-        cells = (f"{norm['mean']:.1f} ± {norm['error']:.1f}" for norm in norms)
-        lines.append([f"gradient norm of {name}", *cells])
+    norms = (row["norms"]["x"] for row in rows)
+    cells = (f"{norm['mean']:.1f} ± {norm['error']:.1f}" for norm in norms)
+    lines.append(["gradient norm of the input", *cells])
     return {"paths": table(["heads", *(str(row["heads"]) for row in rows)], lines)}

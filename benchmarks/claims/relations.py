@@ -24,7 +24,7 @@ from headwise.models.gpt import builtin
 from headwise.report.folders import load_folder
 from headwise.report.tokens import Vocabulary
 
-from ..pages.words import percent, table
+from ..pages.words import table
 
 FILE = Path(__file__).with_name("relations.tsv")
 RELATIONS = {
@@ -235,18 +235,16 @@ def measure(settings: Settings, report: Callable[[str], None] = print) -> dict[s
 
 def tables(run: dict[str, Any]) -> dict[str, str]:
     """Return a table for each model: the best head and the best offset of each direction."""
-    head = ["from → to", "words", "best head", "hits (95 % interval)", "best offset", "its hits"]
-    head += ["head − offset, points", "halves swapped", "best head, random weights"]
+    head = ["from → to", "best head", "hits", "best offset", "its hits"]
+    head += ["head − offset, points", "halves swapped"]
     made = {}
     for name, model in run["models"].items():
         lines = []
         for title, row in model["rows"].items():
             hits, beside = ([f"{100 * v:.0f}" for v in row[k]] for k in ("hits", "offset_hits"))
-            lines.append([title, str(row["words"][1]), _address(row["head"])])
-            lines[-1] += [f"{hits[0]} % ({hits[1]} to {hits[2]})", f"{row['offset']:+d}"]
+            lines.append([title, _address(row["head"]), f"{hits[0]} %", f"{row['offset']:+d}"])
             lines[-1] += [f"{beside[0]} %", _points(row["gain"])]
             lines[-1] += [f"{_address(row['swapped']['head'])}: {_points(row['swapped']['gain'])}"]
-            lines[-1] += [percent(row["untrained"])]
         made[f"relations {name}"] = table(head, lines)
     return made
 

@@ -105,7 +105,6 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
         line = [f"{first['held_out']:.2f} → {last['held_out']:.2f}"]
         metrics = ("previous", "induction_random")
         line += [f"{max(first[n]):.2f} → {max(last[n]):.2f}" for n in metrics]
-        line += [" → ".join(", ".join(f"{a:.2f}" for a in mark["apart"]) for mark in (first, last))]
         lines.append([title, *line])
         roles: dict[str, list[str]] = {}
         for index, name in enumerate(one["heads"]):
@@ -116,7 +115,7 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
             roles.setdefault(labels[-1], []).append(told)
         ends += [[title, role, ", ".join(roles[role])] for role in ROLES if role in roles]
     head = ["run", "held-out loss (nats)", "largest weight on the previous token"]
-    head += ["largest induction on repeated random tokens", "distance between heads, by layer"]
+    head += ["largest induction on repeated random tokens"]
     return {
         "specialise": table(head, lines),
         "specialise roles": table(

@@ -14,7 +14,7 @@ from headwise.systems.per_head import MultiHeadedAttentionWrapper
 from headwise.systems.split import MultiHeadAttn
 from headwise.tutorial import timing
 
-from ..pages.words import spread, table
+from ..pages.words import table
 
 WRAPPER, SPLIT = "a module a head", "split heads"  # keys of the records
 WORKS = ("forward", "forward and backward")
@@ -147,9 +147,8 @@ def _times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
 
 def tables(run: dict[str, Any]) -> dict[str, str]:
     """Return counts, memory and times as Markdown."""
-    head = ["width, heads, batch × tokens", "operators", "mask memory, MiB", "peak, MiB"]
+    head = ["width, heads, batch × tokens", "operators", "peak, MiB"]
     head += ["time: forward", "forward and backward"]
-    head += ["compiled: forward", "compiled: forward and backward"]
     lines = []
     for row in run["rows"]:
         both, works = row[WORKS[1]], [row[work] for work in WORKS]
@@ -157,13 +156,11 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
             [
                 f"{row['width']}, {row['heads']}, {row['batch']} × {row['tokens']}",
                 _both(both["operators"], 1, 0),
-                _both(row["buffer_bytes"], 2**20, 2),
                 _both(both["peak_bytes"], 2**20, 2),
-                *(spread(work["ratio"]) for work in works),
-                *(spread(work["compiled"]["ratio"]) for work in works if "compiled" in work),
+                *(f"{work['ratio']['median']:.2f}" for work in works),
             ]
         )
-    return {"wrapper": table(head[: len(lines[0])], lines)}
+    return {"wrapper": table(head, lines)}
 
 
 def _both(found: dict[str, float], unit: float, digits: int) -> str:

@@ -48,21 +48,14 @@ SNIPPET = """
 """.strip()
 
 
-CLIPPING = (
-    """`MaxLogit(above=limit)` computes scores only for heads whose `scale · max ‖q‖ · max ‖k‖` is
-    above the limit. It uses all queries, whatever `queries=` is; maxima of sampled queries are too
-    low and raise `ValueError`. `γ = limit / S` multiplies weights and biases in place, in every
-    layout that `convert` supports and in multi-head latent attention. By default γ scales the
-    queries, so other heads stay unchanged bit for bit, even if heads share a key; `rule="both"`
-    scales queries and keys by √γ each.""",
-    """Under LoRA and DoRA (peft), base weights and adapters are scaled alike. Save the base model
-    too, or merge: an adapter alone does not hold the clipping. In joint attention (SD3), both
-    streams are scaled.""",
-    """Layers with QK-norm raise `ValueError`, because the scale of their weights changes no score.
-    Weights in bfloat16 or float16 need `optimizer=`, whose float32 master weights are scaled with
-    them (0.9987 times a bfloat16 weight rounds to the same weight). Additive biases such as ALiBi
-    are not scaled. Ranks that hold copies of a model must clip by their global maxima.""",
-)
+CLIPPING = """
+    `MaxLogit(above=limit)` computes scores only for heads whose `scale · max ‖q‖ · max ‖k‖` is
+    above the limit, and always uses all queries. `γ = limit / S` multiplies weights and biases in
+    place, in every layout that `convert` supports and in multi-head latent attention. By default γ
+    scales the queries, so other heads stay unchanged bit for bit; `rule="both"` scales queries and
+    keys by √γ each. Weights in half precision need `optimizer=`. Layers with QK-norm raise
+    `ValueError`. Under LoRA and DoRA, save the base model too. [The API](api/training.md) has the
+    details."""
 
 
 def measure(settings: example.Settings) -> dict[str, Any]:
@@ -131,9 +124,7 @@ def _page(run: dict[str, Any]) -> str:
         "method",
         "largest logit at the end, by seed",
         f"heads with normalized entropy under {FLAT:g}",
-        "mean normalized entropy, by seed",
-        "held-out loss, by seed",
-        "mean",
+        "held-out loss, mean",
     ]
     rows = [
         [f"{rate:g}" if name == "plain" else "", name, *_cells(chosen(run, rate, name), heads)]
@@ -145,31 +136,27 @@ def _page(run: dict[str, Any]) -> str:
         prose(
             """At a high learning rate, the scores of a head can grow without bound: its softmax
             selects one key, the gradient vanishes, and the model only seems to learn slowly.
-            headwise has two remedies. `hw.qk_clip_` scales the query weights of heads whose largest
-            score exceeds a limit, after the optimizer's step (Kimi K2 2025).
-            [`hw.EntropyFloor`](entropy-floor.md) is a loss term that raises the entropy of
-            collapsing heads (after Zhai et al. 2023)."""
+            `hw.qk_clip_` scales the query weights of heads whose largest score exceeds a limit,
+            after the optimizer's step (Kimi K2 2025). [`hw.EntropyFloor`](entropy-floor.md) is a
+            loss term that raises the entropy of collapsing heads (after Zhai et al. 2023)."""
         ),
         SNIPPET,
-        *map(prose, CLIPPING),
+        prose(CLIPPING),
         "## Experiment",
         prose(
             f"""A GPT-2 of {settings["layers"]} layers of {settings["heads"]} heads, width
             {settings["width"]}, context {settings["context"]}, is trained for
             {settings["steps"]} steps of {settings["batch"]} rows of Python's manual with AdamW
-            (0.9, 0.95) at a constant rate and no gradient clipping, QK-norm or softcap. Each rate
-            has {settings["seeds"]} seeds, and each seed runs with every method from the same
-            weights and batches. Warm-up takes {methods["warm-up"]["warmup"]} steps; clipping at
-            {methods["clip"]["limit"]:g} follows every step; the floor is
-            {methods["floor"]["floor"]:g} nats at strength 1. These values were not tuned. Largest
-            logits and entropies are those of the last batch; held-out text is 128 windows of other
-            topics."""
+            (0.9, 0.95) at a constant rate and no gradient clipping, QK-norm or softcap. Each seed
+            runs with every method from the same weights and batches. Warm-up takes
+            {methods["warm-up"]["warmup"]} steps; clipping at {methods["clip"]["limit"]:g} follows
+            every step; the floor is {methods["floor"]["floor"]:g} nats at strength 1. These values
+            were not tuned."""
         ),
         prose(
-            f"""`python examples/logit_growth.py` runs the experiment; `python -m benchmarks.pages
-            --growth` also records it in `benchmarks/results/{RECORD}` and writes this page. This
-            run is from {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of
-            {machine["cores"]} cores, PyTorch {machine["versions"]["torch"]}."""
+            f"""`python examples/logit_growth.py` runs the experiment. This run is from
+            {run["date"][:10]} ({machine["cpu"]}, PyTorch {machine["versions"]["torch"]});
+            `benchmarks/results/{RECORD}` has all results."""
         ),
         table(head, rows),
         f"![Largest logit and loss over training, by method]({PICTURE})",
@@ -178,8 +165,7 @@ def _page(run: dict[str, Any]) -> str:
         "## When alarms are raised",
         prose(
             f"""The plain runs were recorded by `hw.Monitor` with its default rules at every
-            {settings["every"]}th step. Losses are means of {settings["every"]} steps. The clipped
-            run started from the same weights and batches."""
+            {settings["every"]}th step. Losses are means of {settings["every"]} steps."""
         ),
         table(ALARM_HEAD, _alarm_rows(run)),
         prose(_silent(run)),
@@ -239,8 +225,6 @@ def _cells(some: list[dict[str, Any]], heads: int) -> list[str]:
     return [
         ", ".join(f"{logit:,.0f}" for logit in last(some, "max_logit")),
         f"{collapsed(some)} of {heads}",
-        ", ".join(f"{share:.3f}" for share in shares(some)),
-        ", ".join(f"{loss:.3f}" for loss in losses(some)),
         f"{statistics.mean(losses(some)):.3f}",
     ]
 
