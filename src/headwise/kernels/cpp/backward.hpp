@@ -1,7 +1,7 @@
 // Gradients of the output and of every differentiable statistic, in one pass of five products:
 // dS = P ∘ (dP + a·log p + b·(j − i) + point terms − D), where a and b carry the gradients of entropy
-// and E[j − i], point terms those of single weights, and D everything that is the same along a row.
-// Each task sums dK and dV of some keys of its own; dQ is summed per split of the keys, in order.
+// and E[j − i], the point terms those of single weights, and D all terms that are constant along a row.
+// Each task sums dK and dV of its own keys; dQ is summed per split of the keys, in order.
 #pragma once
 
 #include "dropout.hpp"
@@ -15,18 +15,18 @@ template <class In> struct Backward {
   typedef typename In::element E;
   typedef typename In::Product Product;
   static constexpr int STEP = Product::step;
-  static constexpr int GROUP = In::GROUP; // keys to a product
+  static constexpr int GROUP = In::GROUP; // keys per product
   static_assert(GROUP % STEP == 0, "the keys of a pair are in one product");
-  static constexpr int BK = In::BK;       // keys to a block
-  static constexpr int64_t CHUNK = 2048;  // keys whose gradients are summed side by side
-  static constexpr int64_t TASKS = 32;    // heads are split over keys to come to so many
+  static constexpr int BK = In::BK;       // keys per block
+  static constexpr int64_t CHUNK = 2048;  // keys whose gradients are accumulated together
+  static constexpr int64_t TASKS = 32;    // minimum number of tasks; heads are split over keys to reach it
 
   const Call &c;
   const int64_t group, wide, value_wide, chunks, splits;
   const float scale; // with its sign
   const bool values, stats;
   Norms<In> norms;
-  float *partial = nullptr; // [splits, B, H, T, wide]: sums of dQ, where one task has not all keys
+  float *partial = nullptr; // [splits, B, H, T, wide]: partial sums of dQ, if the keys of a head are split
 
   explicit Backward(const Call &call)
       : c(call), group(c.heads / c.kv_heads), wide(padded(c.dim)), value_wide(padded(c.value_dim)),
@@ -35,13 +35,13 @@ template <class In> struct Backward {
         values(c.v && c.grad_out),
         stats(c.grad_entropy || c.grad_ahead || c.grad_first || c.grad_previous || c.grad_self), norms(c) {}
 
-  // Per query of a block: what dS needs to know.
+  // Factors of dS for each query of a block.
   struct Coefficients {
     alignas(64) float top[BQ], rest[BQ], row[BQ], entropy[BQ], ahead[BQ], first[BQ], previous[BQ], self[BQ];
-    bool raised; // some top is not 0
+    bool raised; // true if some top is not 0
   };
 
-  // Blocks are [key][lane]; queries and grads are laid on their side, query_rows and grad_rows are not.
+  // Blocks are [key][lane]; queries and grads are transposed, query_rows and grad_rows are not.
   struct Room {
     headwise::Steps steps;
     Lanes *lanes;
@@ -50,11 +50,11 @@ template <class In> struct Backward {
     float *turned; // dQ, with tiles: [d][lane]
     E *queries, *grads, *query_rows, *grad_rows, *keys, *key_rows, *values, *rows;
     E *weights, *over_lanes, *over_keys; // P, and dS twice
-    uint32_t *drops; // of a block, where there is dropout
+    uint32_t *drops; // of a block, with dropout
 
     explicit Room(headwise::Control &control) : steps(control) {}
 
-    // Takes its pieces from `s`, or (where that is NULL) counts their bytes.
+    // Allocates from `s`, or counts the bytes if `s` is NULL.
     int64_t take(headwise::Scratch *s, const Backward &w) {
       int64_t bytes = 0;
       auto piece = [&](auto *&at, int64_t count) {
@@ -78,7 +78,7 @@ template <class In> struct Backward {
     }
   };
 
-  // Keys of a chunk; tiles add zeros to some after the last.
+  // Keys of a chunk; tiles add zeros to some rows after the last.
   int64_t chunk_room() const { return least(CHUNK, c.keys) + (In::TILES ? GROUP : 0); }
   int64_t keys_room() const {
     if constexpr (In::TILES)
@@ -87,12 +87,12 @@ template <class In> struct Backward {
       return In::down_room(c.dim, BK);
   }
 
-  // D, and the factors of what varies along a row, zeros in lanes beyond n; the task that has key 0 also
-  // sees to the sinks.
+  // D, and the factors of the terms that vary along a row, zeros in lanes beyond n. The task with key 0
+  // also computes the gradients of the sinks.
   void coefficients(Room &w, int64_t b, int64_t h, int64_t i0, int n, bool sinks) const {
     Coefficients &co = *w.co;
     __builtin_memset(&co, 0, sizeof co);
-    for (int i = n; i < BQ; i++) co.rest[i] = INF; // no weight, whatever the last query's scores are
+    for (int i = n; i < BQ; i++) co.rest[i] = INF; // no weight, for any score of the last query
     const int64_t row0 = (b * c.heads + h) * c.queries + i0;
     Rows out{}, grad{};
     if (values) {
@@ -102,7 +102,7 @@ template <class In> struct Backward {
     }
     for (int i = 0; i < n; i++) {
       const int64_t at = row0 + i;
-      if (c.lse[at] == -INF) continue; // dead
+      if (c.lse[at] == -INF) continue; // no visible key
       co.top[i] = norms.top(at), co.rest[i] = norms.rest(at);
       co.raised |= co.top[i] != 0.f;
       float all = 0.f;
@@ -134,8 +134,8 @@ template <class In> struct Backward {
         if (c.lse[row0 + i] == -INF) c.grad_sinks[row0 + i] = 0.f;
   }
 
-  // Of keys k … k + STEP − 1 of the n in a block, scores become weights and slopes (dP on entry) dS · scale,
-  // as products take them.
+  // For keys k … k + STEP − 1 of the n in a block, replaces scores by weights and slopes (dP on entry) by
+  // dS · scale, in the layout of products.
   template <bool STATS>
   HW_INLINE void soften(Room &w, const Drops &drops, int32_t j0, int k, int n, int from, int to, bool open,
                         const Digits &digits) const {
@@ -170,7 +170,7 @@ template <class In> struct Backward {
           vf share = load<vf>(w.capped + place) * (1.f / c.softcap);
           slope *= 1.f - share * share;
         }
-        // What is hidden may be no number, nor its slope, as where an incoming gradient is near the largest.
+        // Scores and slopes of hidden keys may be NaN, for example if an incoming gradient is close to overflow.
         ds[i] = select(p[i] == vf{}, vf{}, slope * p[i] * scale);
         if (drops.any) p[i] = drops.keep(p[i] * c.inverse, key, v);
       }
@@ -180,7 +180,7 @@ template <class In> struct Backward {
     }
   }
 
-  // One block of queries of one head against the keys [c0, c1): adds to w.dk, w.dv and w.dq.
+  // Accumulates one block of queries of one head and the keys [c0, c1) into w.dk, w.dv and w.dq.
   void block(Room &w, int64_t b, int64_t h, int64_t i0, int n, int32_t c0, int32_t c1) const {
     const int64_t g = h / group, q_at = place(c.q_stride, b, h, i0), grad_at = place(c.grad_out_stride, b, h, i0);
     const Digits digits = digits_of(c);
@@ -193,7 +193,7 @@ template <class In> struct Backward {
     coefficients(w, b, h, i0, n, c.grad_sinks && c0 == 0);
     const int32_t first = (int32_t)most(c0, w.lanes->first), last = (int32_t)least(c1, w.lanes->last);
     Drops drops(c, b, h, i0, w.drops);
-    int starts[BK / GROUP], stops[BK / GROUP]; // vectors that see some of GROUP keys
+    int starts[BK / GROUP], stops[BK / GROUP]; // vectors that see some of the GROUP keys
     for (int32_t j0 = first; j0 < last && !w.steps.stopped(); j0 += BK) {
       const int keys = (int)least(BK, last - j0);
       const bool open = w.lanes->open(j0, j0 + keys);
@@ -235,7 +235,7 @@ template <class In> struct Backward {
     if (In::TILES && c.grad_q) turn_back(w.turned, wide, n, w.dq);
   }
 
-  // Keys that nobody in a vector may see were left out of products: there, P and dS are 0.
+  // Products skip keys that no lane of a vector may see: there, P and dS are 0.
   void clear_unseen(Room &w, int keys, const int *starts, const int *stops) const {
     auto clear = [&](int k, int v) {
       if (c.grad_q) In::keep_over_keys(vf{}, vf{}, w.over_keys, k, v);

@@ -1,6 +1,6 @@
-// Few queries on many keys, as in decoding: the time is that of reading keys and values once. All queries
-// that share a key/value head (T of each head of the group) read a key together; a score is a dot product
-// along the features, which lie in lanes, and W scores are summed up together.
+// Few queries on many keys, as in decoding, where the time is that of reading keys and values once. All
+// queries that share a key/value head (T of each head of the group) process a key together. A score is a
+// dot product along the features, which are in lanes; W scores are reduced together.
 #pragma once
 
 #include "forward.hpp"
@@ -8,10 +8,10 @@
 namespace HW_ISA {
 
 template <class Product, bool ALL> struct Decode {
-  typedef typename Product::right number; // keys and values as they lie
-  static constexpr int ROWS = 8;      // queries that a key is read for, at most
-  static constexpr int KEYS = 64;     // to a block
-  static constexpr int AHEAD = 16;    // keys that are fetched in advance
+  typedef typename Product::right number; // the element type of keys and values
+  static constexpr int ROWS = 8;      // maximum number of queries per key
+  static constexpr int KEYS = 64;     // per block
+  static constexpr int AHEAD = 16;    // keys that are prefetched
   static constexpr int KV = KEYS / W; // vectors of a block's scores
 
   const Call &c;
@@ -58,7 +58,7 @@ template <class Product, bool ALL> struct Decode {
     }
   }
 
-  // One row's scores of a block become weights; gives what the row's sums so far are to be multiplied by.
+  // Replaces one row's scores of a block by weights; returns the factor for the row's previous sums.
   HW_INLINE float soften(Room &w, int64_t b, int64_t g, int row, int32_t j0, int n, const Digits &digits) const {
     float *scores = w.scores + row * KEYS;
     const int64_t h = head_of(g, row), i = query_of(row);

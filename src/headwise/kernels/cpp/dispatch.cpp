@@ -1,4 +1,4 @@
-// The plain C interface: which instruction set serves a call, and on which threads.
+// The plain C interface: selects the instruction set and the threads of a call.
 #include "unit.hpp"
 
 #include <cmath>
@@ -36,7 +36,7 @@ const Unit *unit_at(int number) {
 }
 
 #if defined(__x86_64__)
-// Whether this CPU has tiles of bfloat16 and Linux lets the process use them.
+// Returns true if this CPU has tiles of bfloat16 and Linux permits the process to use them.
 bool tiles_here() {
 #if defined(__linux__)
   static const bool found = [] {
@@ -69,15 +69,15 @@ bool runs_here(const char *name) {
   if (!std::strcmp(name, "neonbf16")) return getauxval(AT_HWCAP2) & BF16;
   if (!std::strcmp(name, "sve256")) return (getauxval(AT_HWCAP) & SVE) && (prctl(LENGTH) & 0xffff) == 256 / 8;
 #elif defined(__aarch64__)
-  if (std::strcmp(name, "neon") && std::strcmp(name, "plain")) return false; // nobody knows
+  if (std::strcmp(name, "neon") && std::strcmp(name, "plain")) return false; // unknown
 #endif
   (void)name;
   return true;
 }
 
-// Whether a unit is known to be fast where it runs: vdpbf16ps multiplies twice as fast as float32 on AMD's CPUs, and
-// slower than it on Intel's (0.55 to 0.66 of its speed), whose tiles are what is fast there. ARM's pairs and long
-// vectors have not been measured yet, and are used only where they are named.
+// Returns true if a unit is known to be fast on this CPU. vdpbf16ps is twice as fast as float32 on AMD CPUs, and
+// slower on Intel CPUs (0.55 to 0.66 of its speed), where tiles are fast. ARM's pairs and long vectors have not been
+// measured yet, and are used only on request.
 bool fast_here(const char *name) {
 #if defined(__x86_64__)
   if (!std::strcmp(name, "avx512bf16")) return __builtin_cpu_is("amd");
@@ -85,7 +85,7 @@ bool fast_here(const char *name) {
   return std::strcmp(name, "neonbf16") && std::strcmp(name, "sve256");
 }
 
-// The best unit of this machine, as far as is known.
+// The fastest known unit of this machine.
 int best() {
   static const int found = [] {
     for (int i = 0; const Unit *unit = unit_at(i); i++)
@@ -164,7 +164,7 @@ void on_team(int threads, void (*body)(void *), void *data) {
   std::vector<std::thread> others;
   try {
     for (int i = 1; i < threads; i++) others.emplace_back(body, data);
-  } catch (const std::system_error &) { // no more threads are to be had: so many must do
+  } catch (const std::system_error &) { // no more threads can be created: continue with these
   }
   body(data);
   for (std::thread &other : others) other.join();

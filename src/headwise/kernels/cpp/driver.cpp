@@ -1,6 +1,6 @@
-// The kernel beside plain attention in double precision, on drawn calls, with every instruction set that
-// this machine runs. `make sanitize` builds it, so that the sanitizers see all that the kernel reads and
-// writes: every tensor ends where its memory ends, gaps in inputs hold NaN, and results start as NaN.
+// Compares the kernel with plain attention in double precision on random calls, with every instruction set that
+// this machine supports. `make sanitize` builds it, so that sanitizers check every access of the kernel: each
+// tensor ends at the end of its memory, gaps in inputs are NaN, and results are initialized with NaN.
 //
 //   driver [seed [case [count]]]    only this case, or so many from it on
 #include "headwise.h"
@@ -28,7 +28,7 @@
 #define SANITIZED
 #endif
 
-// Memory that nobody has written is NaN for the kernel, too.
+// Memory that was never written is NaN for the kernel, too.
 extern "C" const char *__asan_default_options() { return "malloc_fill_byte=255:max_malloc_fill_size=1073741824"; }
 
 namespace {
@@ -38,9 +38,9 @@ constexpr float NOT = std::numeric_limits<float>::quiet_NaN();
 constexpr double MOST = std::numeric_limits<float>::max();
 constexpr int DRAWN = 320;
 
-std::string &now = *new std::string; // the case that runs; read when a sanitizer ends the process, so never destroyed
+std::string &now = *new std::string; // the running case; read when a sanitizer ends the process, so never destroyed
 
-// Splitmix64: the same draws wherever this runs.
+// Splitmix64: the same samples on every platform.
 class Random {
 public:
   Random(uint64_t seed, uint64_t number) : state_(seed * 1000003 + number) { next(); }
@@ -66,9 +66,9 @@ private:
 
 // ── tensors ─────────────────────────────────────────────────────────────────────────────────────
 
-constexpr double UNIT[] = {0x1p-24, 0x1p-8, 0x1p-11}; // what rounding to a dtype may change, relatively
+constexpr double UNIT[] = {0x1p-24, 0x1p-8, 0x1p-11}; // the relative error of rounding to a dtype
 
-// A half of so many mantissa bits and lowest exponent as a number, and the half nearest to a number.
+// Converts a half with so many mantissa bits and this lowest exponent to a number, and a number to the nearest half.
 struct Half {
   int bits, least;
   double number(uint16_t x) const {
@@ -88,7 +88,7 @@ struct Half {
 };
 constexpr Half BFLOAT16{7, -126}, FLOAT16{10, -14};
 
-// A view [B, H, T, width] of memory that ends with its last number.
+// A view [B, H, T, width] of memory that ends with its last element.
 struct Tensor {
   int64_t dtype = HW_FLOAT32, size[4] = {}, stride[4] = {0, 0, 0, 1}, start = 0;
   std::shared_ptr<std::vector<uint8_t>> memory;
@@ -121,7 +121,7 @@ struct Tensor {
   std::vector<double> numbers() const;
 };
 
-// visit(place of an element) in order.
+// Calls visit(index of an element) in order.
 template <class Visit> void each(const int64_t size[4], const int64_t stride[4], const Visit &visit) {
   for (int64_t a = 0; a < size[0]; a++)
     for (int64_t b = 0; b < size[1]; b++)
@@ -136,9 +136,9 @@ std::vector<double> Tensor::numbers() const {
   return found;
 }
 
-// Strides for four axes in a drawn order, with gaps, and with axes shared (stride 0) at the given chances, one
-// of batches and heads and one of rows; how many numbers they span. `dense`: the last axis lies innermost,
-// without gaps.
+// Strides for four axes in a random order, with gaps, and with shared axes (stride 0) at the given probabilities,
+// one for batches and heads and one for rows; and the number of elements that they span. `dense`: the last axis is
+// innermost, without gaps.
 int64_t lay_out(Random &r, const int64_t size[4], int64_t stride[4], bool dense, double share, double rows_share) {
   int order[] = {3, 2, 1, 0};
   for (int i = dense ? 1 : 0; i < 3; i++)
@@ -151,7 +151,7 @@ int64_t lay_out(Random &r, const int64_t size[4], int64_t stride[4], bool dense,
       stride[axis] = 0;
       continue;
     }
-    if (!fixed && size[axis] == 1 && r.chance(0.3)) stride[axis] = r.from(0, 999); // means nothing
+    if (!fixed && size[axis] == 1 && r.chance(0.3)) stride[axis] = r.from(0, 999); // has no effect
     span += (size[axis] - 1) * stride[axis];
     step *= size[axis];
     if (r.chance(0.2)) step += r.from(1, 5);
@@ -164,7 +164,7 @@ Tensor drawn(Random &r, int64_t dtype, int64_t b, int64_t h, int64_t t, int64_t 
   x.dtype = dtype;
   const int64_t size[] = {b, h, t, width};
   std::copy(size, size + 4, x.size);
-  x.start = r.chance(0.3) ? r.from(1, 3) : 0; // alignment to a number is all there is
+  x.start = r.chance(0.3) ? r.from(1, 3) : 0; // tensors are only aligned to elements
   x.allocate(lay_out(r, x.size, x.stride, true, share, 0));
   return x;
 }
@@ -189,15 +189,15 @@ struct Spec {
   double scale = 1, softcap = 0;
   bool values = true, fused = false, causal = false, sampled = false, low = false, high = false, allowed = false,
        bias = false, slopes = false, sinks = false;
-  double huge = 0; // added to the scores of so many keys: beside it, all else is lost
+  double huge = 0; // added to the scores of some keys: next to it, everything else is rounded away
   double share = 0;
-  double keep = 1; // how likely each result or gradient is asked for
+  double keep = 1; // probability that each result or gradient is requested
 
   int64_t heads() const { return kv_heads * group; }
   double volume() const { return (double)(batch * heads() * queries * keys) * (double)(dim + value_dim + 8); }
 };
 
-// Sizes around those of vectors, register tiles, and blocks.
+// Sizes near those of vectors, register tiles and blocks.
 constexpr int64_t WIDTHS[] = {1,  2,  3,  4,  5,  7,  8,  15, 16,  17,  24,  31,  32,  33,
                               48, 63, 64, 65, 80, 96, 97, 112, 127, 128, 129, 192, 255, 256};
 constexpr int64_t LENGTHS[] = {1,  2,  3,  4,  5,  6,   7,   8,   12,  16,  17,  31,  33,  47,  48, 49,
@@ -223,7 +223,7 @@ Spec draw_spec(Random &r) {
     if (!deep && r.chance(0.3)) s.keys = (s.keys + 1) / 2;
   }
   s.dtype = r.of({HW_FLOAT32, HW_FLOAT32, HW_BFLOAT16, HW_FLOAT16});
-  s.fused = r.chance(0.5); // where queries and keys are as many
+  s.fused = r.chance(0.5); // if there are as many queries as keys
   s.values = r.chance(0.85);
   s.scale = (double)r.of({1, 1, 1, 3, 10}) / std::sqrt((double)s.dim);
   s.scale *= (double)r.of({1, 1, 1, 1, 1, 1, -1, -1, 0});
@@ -244,9 +244,9 @@ Spec draw_spec(Random &r) {
   return s;
 }
 
-// What must not depend on luck.
+// Cases that are always tested.
 const std::function<void(Spec &)> CORNERS[] = {
-    [](Spec &) {}, // one query, one key, one number
+    [](Spec &) {}, // one query, one key, one element
     [](Spec &s) { s.queries = 65, s.keys = 129, s.dim = s.value_dim = 256; },
     [](Spec &s) { s.queries = 64, s.keys = 48, s.dim = 16, s.value_dim = 1, s.dtype = HW_BFLOAT16; },
     [](Spec &s) { s.queries = 64, s.keys = 97, s.dim = 1, s.value_dim = 256, s.dtype = HW_FLOAT16; },
@@ -272,13 +272,13 @@ const std::function<void(Spec &)> CORNERS[] = {
       s.keys = 2049, s.queries = 5, s.dim = 9, s.value_dim = 3, s.group = 2;
       s.causal = true, s.window = 3, s.offset = 2046;
     },
-    // nobody attends to anything, with and without sinks
+    // no visible key, with and without sinks
     [](Spec &s) { s.queries = 70, s.keys = 50, s.dim = 8, s.causal = s.sinks = true, s.offset = -200; },
     [](Spec &s) { s.queries = 2, s.keys = 2500, s.dim = s.value_dim = 16, s.causal = true, s.offset = -200; },
-    // figures alone
+    // statistics only
     [](Spec &s) { s.queries = 130, s.keys = 5, s.dim = 4, s.values = false, s.low = s.high = true; },
     [](Spec &s) { s.queries = 4, s.keys = 3000, s.dim = 16, s.values = false, s.bias = s.allowed = true; },
-    // scores as large as they come: all of them, where each weighs the same, or some
+    // the largest possible scores: all of them, with equal weights, or some
     [](Spec &s) {
       s.queries = s.keys = 130, s.dim = s.value_dim = 16, s.bias = s.causal = true;
       s.huge = -MOST, s.share = 1;
@@ -301,7 +301,7 @@ const std::function<void(Spec &)> CORNERS[] = {
       s.dtype = HW_BFLOAT16, s.window = 40, s.softcap = 10, s.scale = -2;
       s.fused = s.causal = s.low = s.high = s.allowed = s.bias = s.slopes = s.sinks = true;
     },
-    // dropout: of decoding, of splits and chunks, where blocks of keys begin at any key, and of all at once
+    // dropout: in decoding, with splits and chunks, with blocks that begin at any key, and all at once
     [](Spec &s) { s.keys = 2500, s.kv_heads = 2, s.group = 4, s.dim = s.value_dim = 16, s.dropped = 6554; },
     [](Spec &s) {
       s.keys = 4501, s.queries = 67, s.dim = 7, s.value_dim = 5;
@@ -319,7 +319,7 @@ struct Numbers {
   std::vector<double> q, k, v, sinks; // dense
 };
 
-// One call's inputs, as the kernel and as the reference read them.
+// The inputs of one call, for the kernel and for the reference.
 struct Case {
   Spec s;
   hw_call call{};
@@ -483,7 +483,7 @@ std::string Case::words() const {
 
 // ── the reference ───────────────────────────────────────────────────────────────────────────────
 
-// What each number of a result is, and how far a float32 kernel may be from it.
+// The value of each element of a result, and the tolerance for a float32 kernel.
 struct Near {
   std::vector<double> is, off;
   explicit Near(int64_t count = 0) : is((size_t)count), off((size_t)count) {}
@@ -491,24 +491,24 @@ struct Near {
   void add(int64_t at, double number, double slack) { is[(size_t)at] += number, off[(size_t)at] += slack; }
 };
 
-// A number of roundings by which every sum below may be off, per sum of its numbers' sizes: they add up
-// like a random walk, and in vectors of partial sums.
+// The number of roundings by which every sum below may be off, relative to the sum of magnitudes: errors
+// accumulate like a random walk, and in vectors of partial sums.
 constexpr double ROUND = 0x1p-24;
 double summed(int64_t terms) { return ROUND * (4 + std::sqrt((double)terms)); }
 
-// What rounding does to a score; one that a huge number was added to is that number, in float32 and in double.
+// The effect of rounding on a score; after a huge number is added, a score is that number in float32 and double.
 double rounded(double score) { return std::fabs(score) < 1e25 ? ROUND * std::fabs(score) : 0; }
 
-// One query's weights: all that is in a row.
+// The row of one query: its weights and everything they derive from.
 struct Row {
   std::vector<double> capped, score, score_off, p, log_p, p_off; // p_off is relative
-  std::vector<double> keep;                                      // what dropout makes of a weight
+  std::vector<double> keep;                                      // the factor of dropout
   double top, lse, lse_off, sink, sink_log, sink_off;
   int64_t position;
   bool dead;
 };
 
-// Philox4x32-7 by the book: word `number` of the four.
+// Philox4x32-7 as published: word `number` of the four.
 uint32_t philox(std::array<uint32_t, 4> x, uint64_t seed, int number) {
   uint32_t key[] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
   for (int round = 0; round < 7; round++, key[0] += 0x9E3779B9, key[1] += 0xBB67AE85) {
@@ -591,7 +591,7 @@ void row_of(const hw_call &c, const Numbers &x, int64_t b, int64_t h, int64_t i,
   row.lse_off += ROUND * std::fabs(row.lse);
 }
 
-// Figures of a row, with how far they may be off.
+// Statistics of a row, with their tolerances.
 void figures_of(const Row &row, double figure[FIGURES], double off[FIGURES]) {
   std::fill(figure, figure + FIGURES, 0.0), std::fill(off, off + FIGURES, 0.0);
   figure[LSE] = row.lse, off[LSE] = row.lse_off, figure[MAX] = row.top;
@@ -610,7 +610,7 @@ void figures_of(const Row &row, double figure[FIGURES], double off[FIGURES]) {
     if (row.score[j] == -INF) continue;
     const double p = row.p[j], p_off = p * row.p_off[j], away = (double)(j - row.position);
     off[MAX] = std::max(off[MAX], row.score_off[j] + ROUND * std::fabs(row.top) - (row.top - row.score[j]));
-    off[ENTROPY] += p_off * std::fabs(row.log_p[j] + entropy); // what the entropy changes with a score
+    off[ENTROPY] += p_off * std::fabs(row.log_p[j] + entropy); // the change of the entropy with a score
     figure[AHEAD] += p * away;
     off[AHEAD] += p_off * (std::fabs(away) + 64); // distances are summed from a block's first key
     const bool here[] = {j == 0, j == row.position - 1, j == row.position};
@@ -623,8 +623,8 @@ struct Reference {
   Near out, figure[FIGURES], grad_q, grad_k, grad_v, grad_sinks, received, map;
 };
 
-// Gradients of Σ gradient · result, for a row: with c what a weight is worth, dS = p (c − Σ p c) for
-// everything that is linear in the weights, p for the log-sum-exp, −p (log p + entropy) for the entropy.
+// Gradients of Σ gradient · result for a row: dS = p (c − Σ p c) for everything that is linear in the weights,
+// with the derivative c for each weight; p for the log-sum-exp, and −p (log p + entropy) for the entropy.
 void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i, Reference &to) {
   const hw_call &c = a.call;
   const int64_t at = (b * c.heads + h) * c.queries + i, g = h / (c.heads / c.kv_heads), S = c.keys, Dv = c.value_dim;
@@ -635,7 +635,7 @@ void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i
   if (row.dead) return;
   for (int f = 0; f < FIGURES; f++)
     if (!a.grad_of[f].empty()) gradient[f] = a.grad_of[f][(size_t)at];
-  // Along the row the same: Σ p c, by way of results that were rounded before.
+  // Constant along the row: Σ p c, from results that were rounded before.
   double mean = 0, mean_off = 0;
   for (int f = ENTROPY; f < FIGURES; f++) {
     if (f > ENTROPY) mean += gradient[f] * figure[f];
@@ -677,7 +677,7 @@ void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i
       ds *= slope;
     }
     ds *= c.scale, ds_off *= std::fabs((double)c.scale);
-    // With bfloat16 values, weights and what comes back to their scores may be bfloat16 themselves.
+    // With bfloat16 values, weights and the gradients of their scores may be bfloat16, too.
     const double half = c.dtype == HW_BFLOAT16 ? UNIT[c.dtype] : 0, size = std::fabs(ds);
     const double kq = half + summed(S), kk = half + summed(c.queries * c.heads / c.kv_heads);
     const int64_t of_k = ((b * c.kv_heads + g) * S + j) * c.dim, of_v = ((b * c.kv_heads + g) * S + j) * Dv;
@@ -712,13 +712,13 @@ Reference reference_of(const Case &a) {
     const double counts = a.weight.empty() ? 1 : a.weight[(size_t)i];
     for (int64_t j = 0; j < S; j++) {
       if (row.p[j] == 0) continue;
-      // With bfloat16 values, weights may be bfloat16 themselves.
+      // With bfloat16 values, weights may be bfloat16, too.
       const double p = row.p[j], p_off = p * row.p_off[j], v_off = p_off + (c.dtype == HW_BFLOAT16 ? p * unit : 0);
       for (int64_t d = 0; d < Dv; d++)
         to.out.add(at * Dv + d, row.keep[j] * p * v[j * Dv + d], row.keep[j] * v_off * std::fabs(v[j * Dv + d]));
       const double more = std::fabs(counts) * (p_off + p * summed(c.queries));
       to.received.add(head * S + j, counts * p, more);
-      // One key after the other goes to a map, and where all weights are alike so are their roundings.
+      // Keys are added to a map one by one, so equal weights have equal rounding errors.
       to.map.add((head * n + a.query_block[(size_t)i]) * n + a.key_block[(size_t)j], counts * p,
                  more + std::fabs(counts) * p * ROUND * (double)S);
     }
@@ -734,7 +734,7 @@ Reference reference_of(const Case &a) {
   return to;
 }
 
-// ── the reference's gradients beside differences of its results ─────────────────────────────────
+// ── gradients of the reference and finite differences ───────────────────────────────────────────
 
 double loss(const Case &a, const Numbers &x) {
   const hw_call &c = a.call;
@@ -766,7 +766,7 @@ template <class... Any> [[noreturn]] void fail(const char *format, Any... values
   throw Fault{text};
 }
 
-// The slope of the loss along a drawn direction; 1 if it was compared.
+// Compares the slope of the loss along a random direction; returns 1 if it was compared.
 int check_gradients(Random &r, const Case &a, const Reference &known) {
   if (a.s.volume() > 3e4 || a.s.huge != 0) return 0;
   constexpr double STEP = 1e-5;
@@ -795,11 +795,11 @@ int check_gradients(Random &r, const Case &a, const Reference &known) {
 
 // ── runs ────────────────────────────────────────────────────────────────────────────────────────
 
-// Largest errors, as shares of what is allowed.
+// Largest errors, relative to the tolerances.
 struct Report {
   enum Kind { OUT, LOGS, FIGURE, POINT, GRADIENT, SUM, HALF, KINDS }; // HALF: out and gradients of halves
   double worst[KINDS] = {};
-  int cases = 0, calls = 0; // calls of one, compared: up to one of each function
+  int cases = 0, calls = 0; // compared calls: up to one of each function per case
 };
 const char *const KINDS[] = {"out", "lse, max", "entropy, ahead", "single weights", "gradients", "sums", "halves"};
 
@@ -834,7 +834,7 @@ void check(const Result &result, Report &report) {
 
 int teams = 0;
 
-// A host that counts, and that wants a call to stop when it is asked for the `patience`th time.
+// A host that counts, and that requests a stop at the `patience`th poll.
 std::atomic<int> left{0}, asked{0}, patience{INT32_MAX};
 std::thread::id caller;
 
@@ -849,13 +849,13 @@ int stop() {
 }
 constexpr hw_host HOST = {leave, enter, stop};
 
-// A runtime that lends one thread, whatever it is asked for.
+// A runtime that provides one thread, for any request.
 void small_team(void (*body)(void *), void *data, unsigned, unsigned) {
   teams++;
   body(data);
 }
 
-// Runs on 1, 2 and 5 threads, and on a team that is smaller than asked for; the bits must be the same.
+// Runs on 1, 2 and 5 threads, and on a team that is smaller than requested; the bits must be the same.
 void run(int (*function)(const hw_call *, int), hw_call call, int isa, std::vector<Result> &results, Report &report) {
   std::vector<std::vector<uint8_t>> kept;
   report.calls++;
@@ -918,7 +918,7 @@ void run_case(Random r, const Case &a, const Reference &known, int isa, Report &
   now = where + " hw_backward";
   run(hw_backward, c, isa, backward, report);
 
-  hw_call reading = c; // values are nothing to hw_sums
+  hw_call reading = c; // hw_sums ignores values
   reading.v = nullptr, reading.out = nullptr, reading.value_dim = 0;
   reading.weight = a.weight.empty() ? nullptr : a.weight.data();
   if (r.chance(0.7))
@@ -932,7 +932,7 @@ void run_case(Random r, const Case &a, const Reference &known, int isa, Report &
   run(hw_sums, reading, isa, sums, report);
 }
 
-// ── calls that are refused ──────────────────────────────────────────────────────────────────────
+// ── invalid calls ───────────────────────────────────────────────────────────────────────────────
 
 void check_refusals(int isa) {
   Random r(0, 0);
@@ -998,7 +998,7 @@ void check_refusals(int isa) {
 
 // ── calls at the limits of float32, and calls that are stopped ──────────────────────────────────
 
-// Numbers of one head: `T` queries, `S` keys, width `D`.
+// Inputs of one head: `T` queries, `S` keys, width `D`.
 struct Plain {
   int64_t T, S, D;
   std::vector<float> q, k, v, out, lse;
@@ -1013,7 +1013,7 @@ struct Plain {
   }
 };
 
-// One row whose scores are beyond float32, or values whose sum is, spoil nothing else.
+// If the scores of one row, or a sum of values, exceed float32, other results are unaffected.
 void check_limits(int isa) {
   for (int64_t queries : {3, 70}) { // few, many
     for (float sign : {1.f, -1.f}) {
@@ -1034,7 +1034,7 @@ void check_limits(int isa) {
 }
 
 void check_stop(int isa) {
-  constexpr int64_t LONG = 40000; // minutes, if nobody stops it
+  constexpr int64_t LONG = 40000; // takes minutes if it is not stopped
   Plain a(LONG, LONG, 64);
   a.call.host = &HOST;
   std::vector<float> grad_out(a.out.size()), grad_q(a.q.size()), grad_k(a.k.size()), received((size_t)LONG);
@@ -1053,7 +1053,7 @@ void check_stop(int isa) {
   patience = INT32_MAX;
 }
 
-// Names, sizes, and what is returned for instruction sets that are not there.
+// Names, sizes, and return values for missing instruction sets.
 void check_interface() {
   if (hw_interface() != HW_INTERFACE || hw_call_size() != (int64_t)sizeof(hw_call)) fail("another interface");
   const int count = hw_isa_count();

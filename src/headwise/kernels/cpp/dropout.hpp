@@ -1,19 +1,19 @@
-// The weights that dropout drops: Philox4x32 (Salmon, Moraes, Dror and Shaw 2011) on seed, batch, head, query and
-// key, so that every unit, thread and order of blocks drops the same ones, and the backward pass drops them again.
-// With 7 rounds, the fewest that pass BigCrush (their table 2); FlashAttention draws with as many.
+// Dropout: Philox4x32 (Salmon, Moraes, Dror and Shaw 2011) on seed, batch, head, query and key, so that every
+// unit, thread and order of blocks drops the same weights, and the backward pass drops them again. It uses 7
+// rounds, the fewest that pass BigCrush (their table 2); FlashAttention uses as many.
 //
-// The seed is the generator's key, and its counter is (key / 4, query / 2, head, batch). Of the four words an even
-// query takes the second and the fourth, an odd one the first and the third; either has a half for each of two
-// keys, the low one for the even key. A weight is dropped where its half, with a sign, is below dropped − 2^15.
+// The seed is the generator's key, and its counter is (key / 4, query / 2, head, batch). Of the four words, even
+// queries use the second and the fourth, odd ones the first and the third; each word has one half for each of two
+// keys, the low half for the even key. A weight is dropped if its half, as a signed number, is below dropped − 2^15.
 #pragma once
 
 #include "lanes.hpp"
 
 namespace HW_ISA {
 
-typedef uint64_t vq __attribute__((vector_size(W * 4), aligned(W * 4))); // a draw to a lane, its words in low halves
+typedef uint64_t vq __attribute__((vector_size(W * 4), aligned(W * 4))); // one sample per lane, its words in low halves
 
-// The low halves times a number.
+// Returns the low halves times a number.
 static HW_INLINE vq times(vq x, uint32_t factor) {
 #if defined(__AVX512F__)
   return (vq)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
@@ -26,7 +26,7 @@ static HW_INLINE vq times(vq x, uint32_t factor) {
 #endif
 }
 
-// What is dropped of a block of queries at up to BK keys.
+// The dropout masks of a block of queries for up to BK keys.
 struct Drops {
   static constexpr uint32_t M0 = 0xD2511F53, M1 = 0xCD9E8D57;
   static constexpr int ROUNDS = 7;
@@ -56,8 +56,8 @@ struct Drops {
     }
   }
 
-  // Draws for keys j0 … j0 + n − 1 and the lanes that may see them. What no query or no key changes of the first
-  // three rounds is worked out apart.
+  // Samples for keys j0 … j0 + n − 1 and the lanes that may see them. The parts of the first three rounds that
+  // are the same for all queries or all keys are computed separately.
   void draw(const Lanes &lanes, int32_t j0, int n, bool open) {
     if (!any) return;
     first = (j0 & ~3) / 2;
@@ -73,7 +73,7 @@ struct Drops {
         vq x1 = times((pairs[v] >> 32) ^ in_two, M1), x0 = (x1 >> 32) ^ even, x2 = pairs[v] ^ odd;
         vq x3 = vq{} + (uint64_t)(uint32_t)three;
 #pragma GCC unroll 8
-        for (int r = 3; r < ROUNDS - 1; r++) { // high halves are of no account
+        for (int r = 3; r < ROUNDS - 1; r++) { // high halves are unused
           vq low = times(x0, M0), high = times(x2, M1);
           x0 = (high >> 32) ^ x1 ^ (uint64_t)key0[r], x2 = (low >> 32) ^ x3 ^ (uint64_t)key1[r];
           x1 = high, x3 = low;
@@ -84,7 +84,7 @@ struct Drops {
     }
   }
 
-  // Weights of a key that was drawn for, 0 where they are dropped.
+  // Returns the weights of a sampled key, 0 if dropped.
   HW_INLINE vf keep(vf p, int32_t key, int v) const {
     vi word = load<vi>(words + (key / 2 - first) * BQ + v * W);
     if (key % 2 == 0) word <<= 16;

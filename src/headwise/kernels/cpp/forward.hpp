@@ -1,6 +1,6 @@
-// One pass over the scores for the output and every statistic of a row: each score is made once, in
-// blocks of queries (lanes) by keys (rows), with a running maximum (Milakov and Gimelshein 2018; Dao
-// et al. 2022, algorithm 1). Beside Σ p it sums p·(s − max) and p·(j − j0): entropy and E[j].
+// Output and all statistics of a row in one pass over the scores. Each score is computed once, in blocks of
+// queries (lanes) by keys (rows), with a running maximum (Milakov and Gimelshein 2018; Dao et al. 2022,
+// algorithm 1). Besides Σ p, it sums p·(s − max) for the entropy and p·(j − j0) for E[j].
 #pragma once
 
 #include "dropout.hpp"
@@ -8,12 +8,12 @@
 
 namespace HW_ISA {
 
-// Sums of one block of queries over the keys so far, all relative to the running maximum `top`. Scores are as
-// they come out of products and finish_scores, so that the largest is exactly `top` and its weight exactly 1,
-// whatever its size. Σp, Σp(s − top), Σp(j − position).
+// Sums of one block of queries over the keys so far, relative to the running maximum `top`: Σp, Σp(s − top)
+// and Σp(j − position). Scores are the results of products and finish_scores, so that the largest is exactly
+// `top` and its weight exactly 1, for any size.
 struct Running {
   alignas(64) float top[BQ], sum[BQ], scores[BQ], ahead[BQ];
-  alignas(64) float factor[BQ];                              // what the maximum's last change did
+  alignas(64) float factor[BQ];                              // factor of the last change of the maximum
   alignas(64) float first[BQ], previous[BQ], self[BQ];       // scores at these keys
 
   void clear() {
@@ -28,8 +28,8 @@ static HW_INLINE Digits digits_of(const Call &c) { return Digits(c.unit * LOG2_E
 
 static HW_INLINE vf base_of(vf top) { return select(top == splat(-INF), vf{}, top); }
 
-// Puts N vectors of lanes of a block's scores through the softmax: scores[key][lane] become weights
-// 2^((s − top) · digits), and go to `weights` as the product wants them. True if some lane's top changed.
+// Applies the softmax to N vectors of a block's scores: scores[key][lane] are replaced by weights
+// 2^((s − top) · digits) and written to `weights` in the layout of products. Returns true if some top changed.
 template <class In, int N, bool ALL>
 static HW_INLINE bool soften(const Lanes &lanes, Running &run, const Drops &drops, int v0, int32_t j0, int n,
                              const Digits &digits, bool open, const int8_t *start, const int8_t *stop,
@@ -100,7 +100,7 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, const Drops &drop
   return changed;
 }
 
-// The scores of each lane at key 0, before its position and at it, as far as they are in this block.
+// Records the scores of each lane at key 0, before its position and at it, if they are in this block.
 static inline void note_scores(const Call &c, const Lanes &lanes, Running &run, int32_t j0, int n,
                                const float *scores) {
   for (int v = 0; v < lanes.vectors; v++) {
@@ -118,9 +118,8 @@ static inline void note_scores(const Call &c, const Lanes &lanes, Running &run, 
   }
 }
 
-// What the sums over all keys come to, with the sinks; `share` is what each output row is multiplied by, which
-// makes up for what was dropped.
-// The lanes' rows of the results lie side by side from row0 on.
+// Computes the results from the sums over all keys and the sinks; `share` is the factor of each output row, which
+// compensates for dropout. The lanes' rows of the results are consecutive from row0 on.
 template <bool ALL>
 static inline void finish_rows(const Call &c, const Running &run, int64_t row0, int n, float *share) {
   const Digits digits = digits_of(c), plain(LOG2_E);
@@ -130,7 +129,7 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
   for (int v = 0; v * W < n; v++) {
     const int at = v * W, count = (int)least(W, n - at);
     vf sum = load<vf>(run.sum + at), es = load<vf>(run.scores + at) * c.unit, old = load<vf>(run.top + at);
-    // Without a weight a row is dead if its mask says so; all its scores may have overflowed instead.
+    // A row without weights has no visible key, unless all of its scores have overflowed.
     vi dead = sum == vf{};
     if (any_of(dead))
       for (int i = 0; i < count; i++)
@@ -149,7 +148,7 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
       es = fma(own, larger(plain.least, sink - top), shrink * fma(larger(plain.least, lower), sum, es));
       sum = fma(sum, shrink, own);
     }
-    // A largest score of ±inf has no weights to speak of.
+    // If the largest score is ±inf, weights are undefined.
     sum = select((top - top == vf{}) | dead, sum, splat(NAN));
     vf logs = log_positive(select(dead, splat(1.f), sum)), inverse = 1.f / select(dead, splat(1.f), sum);
     logs = select(sum == sum, logs, sum);
@@ -169,7 +168,7 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
     }
     auto of_key = [&](const float *score) {
       const vf one = splat(1.f), p = scale * weight(load<vf>(score + at) - base_of(old), digits);
-      return select(p > one, one, p); // rounding may go beyond
+      return select(p > one, one, p); // rounding may exceed 1
     };
     if (c.first) put(c.first, of_key(run.first), 0.f);
     if (c.previous) put(c.previous, of_key(run.previous), 0.f);
@@ -187,9 +186,9 @@ template <class In> struct Workspace {
   static constexpr int ROWS = BQ > In::BK ? BQ : In::BK; // queries or keys
   Lanes &lanes;
   Running &run;
-  float *scores, *out, *turned; // with tiles, sums are made turned: [d][lane]
+  float *scores, *out, *turned; // with tiles, sums are transposed: [d][lane]
   E *queries, *rows, *values, *weights;
-  uint32_t *drops; // of a block, where there is dropout
+  uint32_t *drops; // of a block, with dropout
 
   Workspace(headwise::Scratch &s, const Call &c)
       : lanes(*s.take<Lanes>(1)), run(*s.take<Running>(1)), scores(s.take<float>(In::BK * BQ)),
@@ -213,7 +212,7 @@ template <class In> struct Workspace {
   }
 };
 
-// Rows of the output, each times a factor of its own; rows with factor 0 become 0 whatever they hold.
+// Multiplies each row of the output by its factor; rows with factor 0 become 0 even if they are not finite.
 static inline void rescale(float *out, int64_t wide, const float *factors, int n) {
   for (int i = 0; i < n; i++) {
     float *row = out + i * wide;
@@ -224,7 +223,7 @@ static inline void rescale(float *out, int64_t wide, const float *factors, int n
   }
 }
 
-// The same of an output that is turned: [d][lane].
+// The same for a transposed output: [d][lane].
 static inline void rescale_turned(float *out, int64_t wide, const float *factors, int vectors) {
   for (int v = 0; v < vectors; v++) {
     const vf factor = load<vf>(factors + v * W);
@@ -236,17 +235,17 @@ static inline void rescale_turned(float *out, int64_t wide, const float *factors
   }
 }
 
-// The output of n rows from their sums, given what each is multiplied by.
+// Writes the output of n rows from their sums, multiplied by the row factors.
 static inline void finish_out(const Call &c, float *out, int64_t wide, const float *share, int n) {
   rescale(out, wide, share, n);
-  vf all{}; // NaN if any is no finite number
+  vf all{}; // NaN if any is not finite
   for (int i = 0; i < n; i++)
     for (int64_t d = 0; share[i] == share[i] && d < wide; d += W) all += load<vf>(out + i * wide + d) * 0.f;
   if (any_of(all != all)) c.control.found(HW_OVERFLOW);
 }
 
-// Adds to the output of n lanes what they take of a block's values, of which some are no finite numbers: key by
-// key, as a weight of 0 would not hide them from rows that may not see them.
+// Adds weights times values of a block to the output of n lanes, if some values are not finite: key by key,
+// because a weight of 0 would not hide them from rows that may not see them.
 template <class In>
 static void add_seen_values(const Call &c, Workspace<In> &w, int n, int32_t j0, int keys,
                             const typename In::element *weights, Matrix<typename In::element> v) {
@@ -257,7 +256,7 @@ static void add_seen_values(const Call &c, Workspace<In> &w, int n, int32_t j0, 
     }
 }
 
-// Adds to the output of n lanes what they take of a block's values.
+// Adds weights times values of a block to the output of n lanes.
 template <class In>
 static inline void add_values(const Call &c, Workspace<In> &w, int64_t b, int64_t g, int n, int32_t j0, int keys,
                               bool open, const typename In::element *weights) {
@@ -291,7 +290,7 @@ static inline void add_values(const Call &c, Workspace<InTiles> &w, int64_t b, i
   if (finite || open)
     InTiles::add((int)wide, w.lanes.vectors, w.values, InTiles::BK / 2, weights, BQ, w.turned, BQ,
                 InTiles::pairs_of(keys));
-  else // a weight of 0 would not hide them
+  else // a weight of 0 does not hide them
     for (int i = 0; i < n; i++)
       for (int32_t j = (int32_t)most(j0, w.lanes.low[i]); j < least(j0 + keys, w.lanes.high[i]); j++) {
         const float p = from_bf16((uint16_t)(weights[(j - j0) / 2 * BQ + i] >> ((j - j0) % 2 * 16)));
@@ -301,7 +300,7 @@ static inline void add_values(const Call &c, Workspace<InTiles> &w, int64_t b, i
 }
 #endif
 
-// Sums over the keys [first, last) that the lanes may see, in `w.run` and `w.out` (both cleared here).
+// Sums over the keys [first, last) that the lanes may see, into `w.run` and `w.out` (both cleared here).
 template <class In, bool ALL>
 static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int32_t first, int32_t last,
                       Workspace<In> &w) {
@@ -352,7 +351,7 @@ static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
   if (In::TILES && c.v) turn_back(w.turned, wide, n, w.out);
 }
 
-// The same over a part of the keys that a block of queries may see: number `split` of `splits`.
+// The same over part `split` of `splits` of the keys that a block of queries may see.
 template <class In, bool ALL>
 static void pass_over(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int64_t split, int64_t splits,
                       Workspace<In> &w) {
@@ -365,7 +364,7 @@ static void pass_over(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
                      (int32_t)(first + all * (split + 1) / splits), w);
 }
 
-// The same sums over more keys: those of `part` and `more` join `run` and `out`.
+// Adds the sums over other keys, `part` and `more`, to `run` and `out`.
 static inline void merge(const Call &c, Running &run, float *out, const Running &part, const float *more, int n,
                          int64_t wide) {
   const Digits digits = digits_of(c);
@@ -395,8 +394,8 @@ static inline void merge(const Call &c, Running &run, float *out, const Running 
       store(out + d, load<vf>(out + d) * kept[i] + load<vf>(more + d) * added[i]);
 }
 
-// Runs tasks whose keys are split into parts, and joins these in order. A body has tasks, splits, rows
-// (at most, to a task) and bytes of room; sum(task, split, room) gives a Part, finish(task, …) writes.
+// Runs tasks whose keys are split into parts, and combines these in order. A body has `tasks`, `splits`, `rows`
+// (maximum per task) and the bytes of `room`; sum(task, split, room) returns a Part, finish(task, …) writes.
 struct Part {
   Running &run;
   float *out;
@@ -438,7 +437,7 @@ template <class Body> static int in_parts(const Call &c, const Body &body) {
   return done ? HW_OK : HW_NO_MEMORY;
 }
 
-constexpr int64_t TASKS = 64, SPLIT = 1024; // fewer tasks than this are split, into parts of so many keys at least
+constexpr int64_t TASKS = 64, SPLIT = 1024; // fewer tasks than TASKS are split into parts of at least SPLIT keys
 
 template <class In, bool ALL> struct Forward {
   const Call &c;

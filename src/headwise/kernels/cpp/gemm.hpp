@@ -1,22 +1,22 @@
-// Small matrix products, all of one shape: C[r][lanes] (+)= Σ_k A[r, k] · B[k][lanes], with an element of
-// A splat over the lanes. A may be walked in either direction, so nothing is ever transposed for it.
+// Small matrix products of the form C[r][lanes] (+)= Σ_k A[r, k] · B[k][lanes], with each element of A
+// broadcast over the lanes. A may be traversed in either direction, so it is never transposed.
 #pragma once
 
 #include "simd.hpp"
 
 namespace HW_ISA {
 
-// What a product multiplies, A by B: float32, one k at a time …
+// Element types of a product: float32, one k at a time …
 struct Float {
   typedef float left, right;
-  static constexpr int step = 1; // numbers of k in an element
+  static constexpr int step = 1; // number of k per element
   static HW_INLINE void add(vf &c, vf a, vf b) { c = fma(a, b, c); }
   static HW_INLINE vf row(const left *p) { return splat(*p); }
   static HW_INLINE vf lanes(const right *p) { return load<vf>(p); }
   typedef vf vector;
 };
 
-// … float32 by a half that is widened on the way …
+// … float32 times half precision, which is widened when loaded …
 struct ByBFloat : Float {
   typedef uint16_t right;
   static HW_INLINE vf lanes(const right *p) { return widened(load<vh>(p), true); }
@@ -49,7 +49,7 @@ struct Pair {
 };
 #endif
 
-// R rows and N vectors of C, held in registers. `a_row` and `a_k` are A's strides, `b_k` and `c_row`
+// R rows and N vectors of C in registers. `a_row` and `a_k` are A's strides, `b_k` and `c_row`
 // those of B and C, all in elements.
 template <class E, int R, int N, bool ADD>
 static HW_INLINE void tile(const typename E::left *a, int64_t a_row, int64_t a_k,
@@ -92,7 +92,7 @@ static HW_INLINE void rows_of(int r, const typename E::left *a, int64_t a_row, i
   }
 }
 
-// At most MR rows and any number of vectors.
+// The same for at most MR rows and any number of vectors.
 template <class E, bool ADD>
 static void product(int rows, int vectors, const typename E::left *a, int64_t a_row, int64_t a_k,
                     const typename E::right *b, int64_t b_k, float *c, int64_t c_row, int k) {

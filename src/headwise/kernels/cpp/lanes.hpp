@@ -1,4 +1,4 @@
-// A block of queries side by side in vector lanes: where they stand, and which keys each may see.
+// A block of queries in vector lanes: their positions, and the keys that each may see.
 #pragma once
 
 #include "headwise.h"
@@ -7,19 +7,19 @@
 
 namespace HW_ISA {
 
-constexpr int BQ = 64;       // queries to a block
-constexpr int VQ = BQ / W;   // vectors to a block
+constexpr int BQ = 64;       // queries per block
+constexpr int VQ = BQ / W;   // vectors per block
 
 static HW_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// A call, with a scale that is over 0: its sign is in the queries. Scores that are plain products are scaled
-// on their way into the softmax: `unit` is what a score in the kernel is multiplied by to be one of the call.
+// A call with a positive scale, whose sign is moved to the queries. Plain products are scaled when they enter
+// the softmax: a score in the kernel times `unit` is a score of the call.
 struct Call : hw_call {
   headwise::Control &control;
   float sign, unit;
-  float inverse; // of the share of weights that dropout keeps
-  bool plain; // nothing is done to products but to scale them, by a number of no extreme size
+  float inverse; // 1 / (share of weights that dropout keeps)
+  bool plain; // products are only scaled, by a number that is not extreme
   Call(const hw_call &c, headwise::Control &shared)
       : hw_call(c), control(shared), sign(c.scale > 0 ? 1.f : c.scale < 0 ? -1.f : 0.f) {
     scale = sign == 0 ? 1.f : sign * c.scale;
@@ -29,17 +29,17 @@ struct Call : hw_call {
   }
 };
 
-// Numbers of a tensor with an axis per stride.
+// Elements of a tensor with one axis per stride.
 static HW_INLINE int64_t place(const int64_t stride[3], int64_t b, int64_t h, int64_t t) {
   return b * stride[0] + h * stride[1] + t * stride[2];
 }
 
-// Within what differences of positions can hold, wherever the call says that it is.
+// A position, clamped so that differences of positions cannot overflow.
 static HW_INLINE int64_t position_of(const Call &c, int64_t i) {
   return most(-(INT32_MAX / 2), least(c.position ? c.position[i] : i + c.offset, INT32_MAX - 1));
 }
 
-// The keys [low, high) of one query; empty ones are [0, 0).
+// The keys [low, high) of one query; an empty range is [0, 0).
 static inline void range_of(const Call &c, int64_t b, int64_t h, int64_t i, int64_t &low, int64_t &high) {
   low = 0;
   high = c.keys;
@@ -53,12 +53,12 @@ static inline void range_of(const Call &c, int64_t b, int64_t h, int64_t i, int6
   if (high <= low) low = high = 0;
 }
 
-// Queries i0 … i0 + n − 1 of a head. Lanes beyond n repeat the last one's keys and hold zeros.
+// Queries i0 … i0 + n − 1 of a head. Lanes beyond n repeat the keys of the last one and contain zeros.
 struct Lanes {
   alignas(64) int32_t position[BQ], low[BQ], high[BQ];
   int32_t vector_low[VQ], vector_high[VQ]; // the outermost keys of each vector's lanes
   int32_t first, last;                     // … and of all
-  int32_t open_from, open_to;              // keys that every lane may see, as far as ranges say
+  int32_t open_from, open_to;              // keys that every lane may see according to ranges
   int vectors;                             // that hold queries
 
   void set(const Call &c, int64_t b, int64_t h, int64_t i0, int n) {
@@ -112,7 +112,7 @@ struct Lanes {
   }
 };
 
-// W numbers of a table in float32, of which `count` are there.
+// Loads `count` of W elements of a float32 table.
 static HW_INLINE vf read_some(const float *from, int64_t stride, int count) {
   if (stride == 1 && count == W) return load<vf>(from);
   vf x{};
@@ -128,8 +128,8 @@ static HW_INLINE vf read_some(const uint8_t *from, int64_t stride, int count) {
   return x;
 }
 
-// scores[key][lane] = join(score, table[query][key]): W × W entries of the table at a time are turned over
-// (or splat, where all queries share them).
+// scores[key][lane] = join(score, table[query][key]): blocks of W × W entries of the table are transposed
+// (or broadcast, if all queries share them).
 template <class Read, class Join>
 static HW_INLINE void each_turned(int vectors, int queries, int n, bool shared, float *scores, const Read &read,
                                   const Join &join) {
@@ -150,8 +150,8 @@ static HW_INLINE void each_turned(int vectors, int queries, int n, bool shared, 
   }
 }
 
-// Softcap, biases and tables of who may attend, on scores [key][lane] at keys j0 … j0 + n − 1 and the
-// vectors that may see them. `capped` keeps the scores between softcap and biases where it is not NULL.
+// Applies softcap, biases and tables of allowed pairs to scores [key][lane] at keys j0 … j0 + n − 1 and the
+// vectors that may see them. If `capped` is not NULL, it receives the scores after softcap, before biases.
 static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, int64_t h, int64_t i0,
                                  int queries, int32_t j0, int n, float *scores, float *capped) {
   const float slope = c.slopes ? c.slopes[h] : 0.f;
@@ -173,7 +173,7 @@ static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, i
     const int64_t *st = c.bias_stride;
     const float *from = c.bias + b * st[0] + h * st[1] + i0 * st[2] + j0 * st[3];
     auto read = [&](int i, int k, int count) { return read_some(from + i * st[2] + k * st[3], st[3], count); };
-    auto add = [](vf s, vf bias) { return select(bias == splat(-INF), bias, s + bias); }; // whatever s is
+    auto add = [](vf s, vf bias) { return select(bias == splat(-INF), bias, s + bias); }; // for any s
     each_turned(lanes.vectors, queries, n, st[2] == 0, scores, read, add);
   }
   if (c.allowed) {
@@ -185,8 +185,8 @@ static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, i
   }
 }
 
-// The same for one query's scores at the n keys from j0 on, side by side; `factor` scales them. Each comes out
-// bit for bit as above.
+// The same for one query's contiguous scores at the n keys from j0 on; `factor` scales them. The results are
+// bit for bit those of the function above.
 static inline void finish_row(const Call &c, float factor, int64_t b, int64_t h, int64_t i, int32_t j0, int n,
                               float *scores) {
   const vi position = splat((int32_t)position_of(c, i));
@@ -216,7 +216,7 @@ static inline void finish_row(const Call &c, float factor, int64_t b, int64_t h,
   }
 }
 
-// Whether the mask lets a query see any key, whatever its scores are.
+// Returns true if the mask allows a query to see some key.
 static inline bool sees_some_key(const Call &c, int64_t b, int64_t h, int64_t i) {
   int64_t low, high;
   range_of(c, b, h, i, low, high);
@@ -233,7 +233,7 @@ static inline bool sees_some_key(const Call &c, int64_t b, int64_t h, int64_t i)
 
 static HW_INLINE int64_t padded(int64_t width) { return (width + W - 1) / W * W; }
 
-// One row of a tensor in float32, zeros up to `wide`.
+// One row of a tensor in float32, padded with zeros to `wide`.
 static inline void read_row(const Call &c, const void *tensor, int64_t at, int64_t width, int64_t wide,
                             float *to) {
   if (c.dtype == HW_FLOAT32)
@@ -250,8 +250,8 @@ static inline void write_row(const Call &c, const float *from, int64_t width, vo
     narrow(from, (uint16_t *)tensor + at, width, c.dtype == HW_BFLOAT16);
 }
 
-// Rows of a tensor for the micro-kernels: in place where that can be, else copied to `room`
-// [rows][wide] with zeros up to `wide`.
+// Rows of a tensor for the micro-kernels: in place if possible, otherwise copied to `room`
+// [rows][wide] and padded with zeros to `wide`.
 struct Rows {
   const float *data;
   int64_t stride;
@@ -264,7 +264,7 @@ static inline Rows rows_at(const Call &c, const void *tensor, int64_t at, int64_
   return {room, wide};
 }
 
-// ── rows laid on their side ─────────────────────────────────────────────────────────────────────
+// ── transposed rows ─────────────────────────────────────────────────────────────────────────────
 
 // to[d][lane] from rows[lane][d]; lanes beyond n are zeros. `width` is a multiple of W.
 static inline void turn_rows(const float *rows, int64_t stride, int n, int64_t width, float *to) {

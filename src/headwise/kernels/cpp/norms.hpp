@@ -1,26 +1,26 @@
-// What every row of weights is relative to, from its log-sum-exp. Where that is large, float32 has no digits left
-// for the log of a sum (of n equal scores of −3e38 it is −3e38 again, and no weight is 1/n): such rows are passed
-// over once more, for their largest score and the log of their sum beside it.
+// The normalization of each row of weights, from its log-sum-exp. If that is large, float32 has no digits left
+// for the log of a sum (for n equal scores of −3e38 it is −3e38 again, and no weight is 1/n). Such rows are
+// processed again to get their largest score and the log of their sum separately.
 #pragma once
 
 #include "forward.hpp"
 
 namespace HW_ISA {
 
-// The log of a weight whose score (less its row's top) and rest are these. No weight is more than 1: a score whose
-// products cancel comes out otherwise where they are summed in another order, and may come out above the row's sum.
+// The log of a weight from its score (minus the row's top) and the rest. No weight exceeds 1: if products of a
+// score cancel, another order of summation gives another score, which may be above the row's sum.
 static HW_INLINE vf above(vf score, vf rest) { return smaller(vf{}, score - rest); }
 
-// A row's weights are 2^((score − top − rest) · digits), with scores as the kernel has them.
+// A row's weights are 2^((score − top − rest) · digits), with scores in the units of the kernel.
 template <class In> class Norms {
 public:
-  static constexpr float LARGE = 4096.f; // of a log-sum-exp; from here on the rounding of one shows in the weights
+  static constexpr float LARGE = 4096.f; // log-sum-exp from which its rounding is visible in the weights
 
   explicit Norms(const Call &call) : c(call), blocks((c.queries + BQ - 1) / BQ) {}
   ~Norms() { std::free(found_); }
   Norms(const Norms &) = delete;
 
-  // Makes what there is to be made; false if there was no memory.
+  // Computes the normalization; returns false if memory cannot be allocated.
   bool make() {
     const int64_t rows = c.batch * c.heads * c.queries;
     bool any = false;
@@ -44,8 +44,8 @@ public:
   }
 
 private:
-  // How much higher a sink is than a row's top: so much that it takes all the weight, at most, for more would
-  // leave no digits of the log of a sum.
+  // The excess of a sink over a row's top, at most the value at which it takes all the weight, as more would
+  // leave no digits for the log of a sum.
   float above_top(float sink, float top) const {
     const float above = sink - top * c.unit;
     return above < 200.f ? above : 200.f;

@@ -1,6 +1,6 @@
-// What products multiply, as it is taken from tensors: in float32, or bfloat16 in pairs. `across` a row
-// lie the elements of a sum over its width, the left of a product; `lay` lays rows on their side, as the
-// right of the same product; `down` is the right of a product that sums over the rows.
+// Operands of products, read from tensors as float32 or as pairs of bfloat16. `across` returns rows as the left
+// operand of a sum over their width; `lay` transposes rows for the right operand of the same product; `down`
+// returns the right operand of a product that sums over the rows.
 #pragma once
 
 #include "gemm.hpp"
@@ -16,8 +16,8 @@ template <class E> struct Matrix {
 // Scores of at most GROUP rows by `vectors` of lanes: to[row][lanes] = Σ left[row] · right[][lanes].
 template <class Product> struct InRegisters {
   static constexpr bool TILES = false;
-  static constexpr int GROUP = MR; // rows of a product
-  struct Session {};               // what a task has while it multiplies
+  static constexpr int GROUP = MR; // rows per product
+  struct Session {};               // state of a task during products
 
   static void dots(int rows, int vectors, const typename Product::left *left, int64_t stride,
                    const typename Product::right *right, float *to, int depth) {
@@ -25,9 +25,9 @@ template <class Product> struct InRegisters {
   }
 };
 
-// Everything in float32; halves are widened as they are read.
+// All operands in float32; half precision is widened when read.
 struct InFloat : InRegisters<Float> {
-  static constexpr int BK = 48; // keys to a block
+  static constexpr int BK = 48; // keys per block
   typedef Float Product;
   typedef float element;
 
@@ -55,9 +55,9 @@ struct InFloat : InRegisters<Float> {
     for (int64_t i = 0; i < width * BQ; i++) laid[i] *= c.sign;
   }
 
-  // Of what `down` gave: whether all numbers are finite, and one of them.
+  // For the result of `down`: true if all elements are finite; and one element.
   static bool finite(Matrix<float> rows, int n, int64_t wide) {
-    vf all{}; // NaN if any is not
+    vf all{}; // NaN if any is not finite
     for (int i = 0; i < n; i++)
       for (int64_t d = 0; d < wide; d += W) all += load<vf>(rows.data + i * rows.stride + d) * 0.f;
     return !any_of(all != all);
@@ -65,7 +65,7 @@ struct InFloat : InRegisters<Float> {
   static float number(Matrix<float> rows, int row, int64_t d) { return rows.data[row * rows.stride + d]; }
   static float weight(const float *weights, int key, int lane) { return weights[(int64_t)key * BQ + lane]; }
 
-  // A block [key][lane] of scores becomes what products take of it, in place: to be summed over keys …
+  // Converts a block [key][lane] of scores in place to an operand: to be summed over keys …
   static float *over_keys(float *scores, float *) { return scores; }
   static HW_INLINE void keep_over_keys(vf x, vf, float *block, int k, int v) {
     store(block + (int64_t)k * BQ + v * W, x);
@@ -76,9 +76,9 @@ struct InFloat : InRegisters<Float> {
 };
 
 #if HW_PAIRS
-// Bfloat16 in pairs, for the instruction that multiplies and adds two of them in float32.
+// Pairs of bfloat16, for the instruction that multiplies and adds two of them in float32.
 struct InPairs : InRegisters<Pair> {
-  static constexpr int BK = 96; // keys to a block
+  static constexpr int BK = 96; // keys per block
   typedef Pair Product;
   typedef uint32_t element;
 
@@ -87,7 +87,7 @@ struct InPairs : InRegisters<Pair> {
   static int64_t down_room(int64_t width, int rows) { return (rows + 1) / 2 * padded(width); }
   static int64_t block_room(int keys) { return (keys + 1) / 2 * BQ; }
 
-  // Rows of `wide` pairs, in place where they lie so, zeros at the end.
+  // Rows of `wide` pairs, in place if possible, padded with zeros.
   static Matrix<uint32_t> pairs(const void *tensor, int64_t at, int64_t stride, int n, int64_t width, int64_t wide,
                                 uint32_t *room) {
     const uint16_t *from = (const uint16_t *)tensor + at;
@@ -104,7 +104,7 @@ struct InPairs : InRegisters<Pair> {
                                  uint32_t *room) {
     return pairs(tensor, at, stride, n, width, depth(width), room);
   }
-  // to[row / 2][d]: the numbers of an even row and of the next.
+  // to[row / 2][d]: the elements of an even row and of the next.
   static Matrix<uint32_t> down(const Call &, const void *tensor, int64_t at, int64_t stride, int n, int64_t width,
                                uint32_t *room) {
     const int64_t wide = padded(width);
@@ -132,9 +132,9 @@ struct InPairs : InRegisters<Pair> {
     for (int64_t i = 0; i < depth(width) * BQ; i++) laid[i] = c.sign == 0.f ? 0 : laid[i] ^ 0x80008000;
   }
 
-  // Of what `down` gave: whether all numbers are finite, and one of them.
+  // For the result of `down`: true if all elements are finite; and one element.
   static bool finite(Matrix<uint32_t> rows, int n, int64_t wide) {
-    vf all{}; // NaN if any is not
+    vf all{}; // NaN if any is not finite
     for (int i = 0; i < (n + 1) / 2; i++)
       for (int64_t d = 0; d < wide; d += W) {
         const vu pairs = load<vu>(rows.data + i * rows.stride + d);

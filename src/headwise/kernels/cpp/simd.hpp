@@ -1,5 +1,5 @@
-// Vectors of the instruction set that this unit is compiled for, through the compiler's vector
-// extensions; intrinsics only where an instruction has no other name.
+// Vectors of this unit's instruction set, by the compiler's vector extensions; intrinsics are used only
+// for instructions that these cannot express.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <arm_neon.h>
 #endif
 
-// Whether an instruction multiplies and adds pairs of bfloat16.
+// Defined if there is an instruction that multiplies and adds pairs of bfloat16.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HW_PAIRS 1
 #else
@@ -23,7 +23,7 @@
 
 namespace HW_ISA {
 
-// W lanes to a vector; the micro-kernel holds MR × NV of them, as many as there are registers.
+// W lanes per vector; the micro-kernel uses MR × NV vectors, limited by the number of registers.
 #if defined(__AVX512F__)
 constexpr int W = 16, MR = 6, NV = 4;
 #elif defined(__AVX2__)
@@ -102,11 +102,11 @@ static HW_INLINE vf fma(vf a, vf b, vf c) {
 #elif defined(__FMA__)
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-  return a * b + c; // contracted where there is an instruction for it
+  return a * b + c; // contracted if there is an instruction for it
 #endif
 }
 
-// Whether some lane of a mask is set.
+// Returns true if some lane of a mask is set.
 static HW_INLINE bool any_of(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -140,10 +140,9 @@ static HW_INLINE vf gathered(vf other, vi mask, const float *from, vi index) {
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
-// 2^(u·by) for a product from −126 to 127, about 1 ulp: 2^n · 2^r with n the nearest whole number (least
-// squares of the relative error, reweighted until it is level: 2e-9). With AVX-512, n is the nearest sixteenth,
-// whose power without its whole part stands in a register: two products less. `by` costs nothing, as it is
-// part of sums that are made anyhow.
+// 2^(u·by) for u·by from −126 to 127, within about 1 ulp: 2^n · 2^r with n the nearest integer (least squares of
+// the relative error, reweighted until it is level: 2e-9). With AVX-512, n is the nearest sixteenth, and powers of
+// its fraction are held in a register, which saves two products. `by` costs nothing, as it is part of required sums.
 static HW_INLINE vf exp2_in_range(vf u, vf by) {
 #if defined(__AVX512F__)
   const __m512 sixteenths =
@@ -156,7 +155,7 @@ static HW_INLINE vf exp2_in_range(vf u, vf by) {
   p = fma(p, r, splat(6.9314718e-1f));
   return (vf)_mm512_scalef_ps((__m512)fma(p, power * r, power), (__m512)n); // by 2^floor(n)
 #else
-  const vf whole = splat(12582912.f); // the sum's last bits are the nearest whole number
+  const vf whole = splat(12582912.f); // the last bits of the sum are the nearest integer
   vf n = fma(u, by, whole) - whole, r = fma(u, by, -n);
   vf p = splat(1.535336e-4f);
   p = fma(p, r, splat(1.3398875e-3f));
@@ -170,8 +169,8 @@ static HW_INLINE vf exp2_in_range(vf u, vf by) {
 #endif
 }
 
-// What logarithms of weights are multiplied by to be binary digits, and the least of them whose weight is not 0:
-// 2 to anything below −126 is.
+// The factor from logarithms of weights to binary digits, and the least digits whose weight is not 0, as 2 to
+// anything below −126 is 0.
 struct Digits {
   vf by, least;
   explicit Digits(float factor) : by(splat(factor)), least(splat(factor > 126.f / MOST ? -126.f / factor : -MOST)) {}
@@ -187,7 +186,7 @@ static HW_INLINE vf weight(vf u, const Digits &digits) {
 #endif
 }
 
-// log(x) for positive normal x, about 1 ulp (coefficients as in Cephes' logf).
+// log(x) for positive normal x, within about 1 ulp (coefficients of Cephes' logf).
 static HW_INLINE vf log_positive(vf x) {
   vi bits = (vi)x;
   vi exponent = (bits >> 23) - 126;
@@ -211,7 +210,7 @@ static HW_INLINE vf log_positive(vf x) {
   return fma(e, splat(0.693359375f), m + y);
 }
 
-// tanh(x), about 2 ulp: a polynomial near 0 (as in Cephes' tanhf), 1 − 2 / (exp(2|x|) + 1) beyond.
+// tanh(x), within about 2 ulp: a polynomial near 0 (as in Cephes' tanhf), 1 − 2 / (exp(2|x|) + 1) elsewhere.
 static HW_INLINE vf tanh_of(vf x) {
   vf a = (vf)((vi)x & 0x7fffffff);
   vf z = x * x;
@@ -228,7 +227,7 @@ static HW_INLINE vf tanh_of(vf x) {
   return select(x == x, found, x);
 }
 
-// The low halves of two vectors, number by number in turn, and the high halves.
+// Interleaves the low halves of two vectors, and the high halves.
 #if defined(__AVX512F__)
 static HW_INLINE void interleave(vf a, vf b, vf &low, vf &high) {
   const __m512i l = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -251,7 +250,7 @@ static HW_INLINE void interleave(vf a, vf b, vf &low, vf &high) {
 }
 #endif
 
-// W × W numbers turned over: log2(W) times, the first half interleaved with the second.
+// Transposes W × W elements: log2(W) times, the first half is interleaved with the second.
 static HW_INLINE void turn(vf x[W]) {
 #pragma GCC unroll 4
   for (int stage = 1; stage < W; stage *= 2) {
@@ -263,7 +262,7 @@ static HW_INLINE void turn(vf x[W]) {
   }
 }
 
-// The sum of each of W vectors, in a lane each.
+// The sums of W vectors, one per lane.
 static HW_INLINE vf sums_of(vf x[W]) {
 #pragma GCC unroll 4
   for (int half = W / 2; half > 0; half /= 2) {
@@ -340,7 +339,7 @@ static inline uint16_t to_fp16(float x) {
   uint32_t sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
   if (rest >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-  if (rest < 0x38800000) { // subnormal: let the adder round at 2^-24
+  if (rest < 0x38800000) { // subnormal: an addition rounds at 2^-24
     float f, half = 0.5f;
     __builtin_memcpy(&f, &rest, 4);
     f += half;
@@ -366,7 +365,7 @@ static HW_INLINE vf widened(vh x, bool bfloat) {
 #endif
 }
 
-// n numbers of a tensor's dtype to float32 and back.
+// Converts n elements of a tensor's dtype to float32 and back.
 static inline void widen(const uint16_t *from, float *to, int64_t n, bool bfloat) {
   int64_t i = 0;
   for (; i + W <= n; i += W) store(to + i, widened(load<vh>(from + i), bfloat));

@@ -1,5 +1,5 @@
-// Sums of P over queries, given the log-sum-exp: what every key receives, and maps by blocks. Here keys
-// are the lanes and queries the rows, so that a key's sum is one addition a weight.
+// Sums of P over queries, given the log-sum-exp: the weight that every key receives, and maps by blocks. Here
+// keys are lanes and queries are rows, so that a key's sum takes one addition per weight.
 #pragma once
 
 #include "norms.hpp"
@@ -9,10 +9,10 @@ namespace HW_ISA {
 template <class In> struct Sums {
   typedef typename In::element E;
   typedef headwise::Scratch Scratch;
-  static constexpr int ROWS = 48; // queries to a block
+  static constexpr int ROWS = 48; // queries per block
 
   const Call &c;
-  const int64_t tiles; // of BQ keys
+  const int64_t tiles; // tiles of BQ keys
   Norms<In> norms;
 
   explicit Sums(const Call &call) : c(call), tiles((c.keys + BQ - 1) / BQ), norms(c) {}
@@ -41,11 +41,11 @@ template <class In> struct Sums {
     vf received[VQ] = {}, run[VQ] = {};
     for (int v = 0; v < VQ; v++)
       for (int i = 0; i < W; i++) lanes[v][i] = j0 + v * W + i;
-    int32_t block = -1; // the queries' block that `run` is of
+    int32_t block = -1; // the block of queries of `run`
     auto flush = [&] {
       alignas(64) float sums[BQ];
       for (int v = 0; v < VQ; v++) store(sums + v * W, run[v]), run[v] = vf{};
-      for (int j = 0; block >= 0 && j < n;) { // keys of one block first, then these to the map
+      for (int j = 0; block >= 0 && j < n;) { // first sums the keys of one block, then adds them to the map
         const int32_t of = c.key_block[j0 + j];
         float part = 0.f;
         for (; j < n && c.key_block[j0 + j] == of; j++) part += sums[j];
@@ -107,7 +107,7 @@ template <class In> struct Sums {
 
   int run() {
     if (!norms.make()) return HW_NO_MEMORY;
-    // A map's entries are sums over several tiles, so that a task must have all of a head's.
+    // Entries of a map are sums over several tiles, so one task has all tiles of a head.
     const int64_t at_a_time = c.map ? tiles : 1, parts = (tiles + at_a_time - 1) / at_a_time;
     auto work = [&](int64_t task, Scratch &scratch) {
       Room w(scratch, c);

@@ -1,5 +1,5 @@
-// Threads for a call: tasks are handed out one by one, and every task writes results of its own, so
-// that nothing depends on who takes which.
+// Threads of a call. Tasks are assigned one by one and write separate results, so that results do not
+// depend on the assignment.
 #pragma once
 
 #include "headwise.h"
@@ -12,11 +12,11 @@
 
 namespace headwise {
 
-// Runs body(data) on so many threads at once (or fewer, where there are no more) and waits for them.
+// Runs body(data) on so many threads (or as many as are available) and waits for them.
 void on_team(int threads, void (*body)(void *), void *data);
 
-// What the threads of one call have in common: whether its host wants it to stop, and what was found.
-// Made by the calling thread, the only one that asks the host; until its end that thread has left the host.
+// State that the threads of one call share: whether the host requests a stop, and the status. It is created by the
+// calling thread, the only one that polls the host; until the end of the call, that thread has left the host.
 class Control {
 public:
   explicit Control(const hw_host *host);
@@ -25,8 +25,8 @@ public:
   Control &operator=(const Control &) = delete;
 
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
-  bool ask();                                  // the same, after asking the host if it is time to
-  void wait_for(const std::atomic<int> &busy); // until no thread is busy, or all are to stop
+  bool ask();                                  // the same, after polling the host if it is time to
+  void wait_for(const std::atomic<int> &busy); // until no thread is busy, or all must stop
 
   void found(int what) { found_.fetch_or(what, std::memory_order_relaxed); } // HW_NO_NUMBER, HW_OVERFLOW
   int found() const { return found_.load(std::memory_order_relaxed); }
@@ -41,7 +41,7 @@ private:
   std::atomic<int> found_{HW_OK};
 };
 
-// One thread's way to ask: as a clock costs more than many a step, at every 16th only.
+// Polls from one thread, only at every 16th step, because reading the clock is slow.
 class Steps {
 public:
   explicit Steps(Control &control) : control_(control) {}
@@ -52,7 +52,7 @@ private:
   unsigned number_ = 0;
 };
 
-// Memory for one thread's task, cut into pieces that start at cache lines.
+// Memory of one thread's task, in pieces that are aligned to cache lines.
 class Scratch {
 public:
   explicit Scratch(int64_t bytes)
@@ -77,8 +77,8 @@ private:
   char *start_, *next_;
 };
 
-// Calls work(task, scratch) for every task below `tasks`, or for fewer if the call is stopped; false if there
-// was no memory.
+// Calls work(task, scratch) for every task below `tasks`, or fewer if the call is stopped; returns false if
+// memory cannot be allocated.
 template <class Work>
 bool for_each_task(Control &control, int64_t tasks, int64_t threads, int64_t scratch_bytes, const Work &work) {
   struct Shared {

@@ -1,5 +1,5 @@
-// Bfloat16 in the tiles of AMX: 16 rows of 16 pairs, multiplied by 16 pairs of 16 lanes and summed in float32.
-// Layouts are those of pairs, but for the left of what is summed over keys: values and keys lie on their side.
+// Bfloat16 in AMX tiles: 16 rows of 16 pairs, multiplied by 16 pairs of 16 lanes and summed in float32. Layouts
+// are those of pairs, except for left operands of sums over keys, where values and keys are transposed.
 #pragma once
 
 #include "operands.hpp"
@@ -26,7 +26,7 @@ static inline void turn_back(const float *turned, int64_t wide, int n, float *ro
 
 #if HW_TILES
 
-// Tiles 0 to 3 sum, 4 holds rows, 5 to 7 lanes.
+// Tiles 0 to 3 hold sums, 4 holds rows, 5 to 7 hold lanes.
 template <int N, bool ADD>
 static HW_INLINE void tile_of(const uint32_t *a, int64_t a_row, const uint32_t *b, int64_t b_k, float *c,
                               int64_t c_row, int pairs) {
@@ -93,7 +93,7 @@ struct InTiles : InPairs {
   static int64_t down_room(int64_t width, int rows) { return pairs_of(rows) * padded(width); }
   static int64_t block_room(int keys) { return pairs_of(keys) * BQ; }
 
-  // The thread's tiles, 16 rows of 64 bytes each; afterwards they are again as somebody else left them.
+  // The thread's tiles, 16 rows of 64 bytes each; the previous configuration is restored afterwards.
   class Session {
     alignas(64) uint8_t theirs[64];
 
@@ -113,7 +113,7 @@ struct InTiles : InPairs {
     tiles<false>(whole(rows), vectors, left, stride, right, BQ, to, BQ, depth);
   }
 
-  // C += A · B, as tiles() has them.
+  // C += A · B, with the layouts of tiles().
   static void add(int rows, int vectors, const uint32_t *a, int64_t a_row, const uint32_t *b, int64_t b_k, float *c,
                   int64_t c_row, int pairs) {
     tiles<true>(rows, vectors, a, a_row, b, b_k, c, c_row, pairs);
@@ -131,7 +131,7 @@ struct InTiles : InPairs {
     return {room, wide};
   }
 
-  // As of pairs, and zeros up to whole tiles.
+  // As for pairs, padded with zeros to whole tiles.
   static Matrix<uint32_t> down(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, int64_t width,
                                uint32_t *room) {
     const Matrix<uint32_t> found = InPairs::down(c, tensor, at, stride, n, width, room);
@@ -140,7 +140,7 @@ struct InTiles : InPairs {
     return found;
   }
 
-  // to[d][pair of rows], BK / 2 pairs to a line and zeros up to whole tiles. False if some number is not finite.
+  // to[d][pair of rows], BK / 2 pairs per line, padded with zeros to whole tiles. False if some element is not finite.
   static bool turn_pairs(const void *tensor, int64_t at, int64_t stride, int n, int64_t width, uint32_t *to) {
     const uint16_t *from = (const uint16_t *)tensor + at;
     vi odd{};
@@ -170,7 +170,7 @@ struct InTiles : InPairs {
   }
   static int64_t turned_room(int64_t width) { return padded(width) * (BK / 2); }
 
-  // No weight at the keys after the n of a block, up to whole tiles.
+  // Sets the weights of the keys after the n of a block to 0, up to whole tiles.
   static void clear_keys(uint32_t *block, int n) {
     const int some = (n + 1) / 2;
     __builtin_memset(block + some * BQ, 0, (pairs_of(n) - some) * BQ * sizeof(uint32_t));

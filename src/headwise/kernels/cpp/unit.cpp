@@ -1,5 +1,5 @@
-// The kernel for one instruction set: HW_ISA names it, the compiler's flags choose it. One with HW_BASE has
-// instructions for bfloat16 alone, and leaves all else to that unit.
+// The kernel for one instruction set: HW_ISA names it, the compiler's flags select it. A unit with HW_BASE only
+// adds instructions for bfloat16, and calls that base unit for everything else.
 #include "unit.hpp"
 
 #include "backward.hpp"

@@ -1,4 +1,4 @@
-// What each instruction set's unit offers to the dispatcher.
+// The functions of each instruction set's unit, for the dispatcher.
 #pragma once
 
 #include "team.hpp"
