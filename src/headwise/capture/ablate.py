@@ -80,10 +80,10 @@ def ablate(
             f"{quote}: reference must be what ablation_reference(…) gives, and "
             f"{type(reference).__name__} is not."
         )
-    asked = heads_by_layer(model, heads, quote)
+    requested = heads_by_layer(model, heads, quote)
     without = (Replace(0.0) if how == "zero" else _Ablation(how, reference, seed),)
-    plan = [(layer, head, without) for layer, numbers in asked.items() for head in numbers]
-    plan += [(layer, None, ()) for layer, numbers in asked.items() if not numbers]
+    plan = [(layer, head, without) for layer, numbers in requested.items() for head in numbers]
+    plan += [(layer, None, ()) for layer, numbers in requested.items() if not numbers]
     with edited(model, plan, quote, "ablate"):
         yield
 

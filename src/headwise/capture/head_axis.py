@@ -30,7 +30,7 @@ class Leading:
         order: their numbers, those of batch rows first, then those of heads.
         heads: how many there are.
         sure: the number of heads is known; else it is what such axes mostly are.
-        declared: somebody has said which axis is heads, so that the others are batch rows.
+        declared: the head axis was given by the user; the others are batch rows.
     """
 
     sizes: tuple[int, ...]

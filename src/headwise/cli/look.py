@@ -143,8 +143,8 @@ def look(
     out = PAGE if out is None and not as_json else out
     if compare is not None:
         _check_places(out, None)
-        asked = (model, text, texts, image, target, context, save, title)
-        if any(one is not None for one in asked) or importance or ablation or launched():
+        requested = (model, text, texts, image, target, context, save, title)
+        if any(one is not None for one in requested) or importance or ablation or launched():
             raise LookError("--compare A B can be combined with --out and --json only")
         return _compare(*compare, out, as_json)
     precision = dtype_of(dtype)
@@ -226,9 +226,9 @@ def _print_all(
 def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) -> tuple[Any, str]:
     """Return the input to look at, and its name."""
     given = {"--text": text, "--texts": texts, "--image": image}
-    asked = [name for name, value in given.items() if value is not None]
-    if len(asked) > 1:
-        raise LookError(f"{' and '.join(asked)}: give only one of them")
+    requested = [name for name, value in given.items() if value is not None]
+    if len(requested) > 1:
+        raise LookError(f"{' and '.join(requested)}: give only one of them")
     if image is not None:
         return image, image.name
     if texts is not None:

@@ -273,14 +273,14 @@ class RoPE:
         self, first: int, stop: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return rows for positions `first` to `stop`, cached for later calls and layers."""
-        asked = (first, stop, device, dtype)
-        kept = self._tables.get(asked)
+        key = (first, stop, device, dtype)
+        kept = self._tables.get(key)
         if kept is None:
             # A table created in inference mode could not be saved for a later backward pass.
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._compute(torch.arange(first, stop, device=device), 0, dtype)
             if type(kept[0]) is Tensor:  # a fake tensor must not outlive its mode
-                self._tables[asked] = kept
+                self._tables[key] = kept
         return kept
 
     def __eq__(self, other: object) -> bool:

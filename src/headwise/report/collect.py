@@ -137,10 +137,10 @@ def collect(
 
     def on_call(call: AttentionCall, place: Place) -> None:
         kind, queries, keys = sample.place(place.module, place.queries, place.keys)
-        asked = _figures(kind, sample.parts[keys])
+        requested = _figures(kind, sample.parts[keys])
         shown = [] if resolution is None else _drawn(kind, place, resolution)
-        readings = call.observe([*asked, *shown], ObserveOptions())
-        names = [name for statistic in asked for name in statistic.names]
+        readings = call.observe([*requested, *shown], ObserveOptions())
+        names = [name for statistic in requested for name in statistic.names]
         _check(readings["entropy"], place, len(collected.seen.modules))
         figures = {name: readings[name] for name in names}
         layer = (
@@ -172,8 +172,8 @@ def collect_on_repeats(
         kind, _, keys = sample.place(place.module, place.queries, place.keys)
         ids = sample.parts[keys].ids
         if kind == "self" and ids is not None:
-            asked = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
-            readings = call.observe(asked, ObserveOptions())
+            requested = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
+            readings = call.observe(requested, ObserveOptions())
             call.on_complete(lambda _: collected.repeats.add(place.name, readings, place.heads))
         call.on_complete(lambda _: collected.passed())
 
@@ -206,20 +206,20 @@ def _figures(kind: str, keys: Part) -> list[Statistic]:
     """List the statistics that are shown as numbers."""
     if kind == "self":
         return [MaxLogit(), *naming_statistics(keys.ids, keys.delimiters, keys.separators)]
-    asked: list[Statistic] = [MaxLogit(), Entropy(), Mass(First())]
+    requested: list[Statistic] = [MaxLogit(), Entropy(), Mass(First())]
     named = naming_statistics(None, keys.delimiters, keys.separators)
     wanted = {"delimiters", "separators"}
-    return [*asked, *(statistic for statistic in named if wanted & {*statistic.names})]
+    return [*requested, *(statistic for statistic in named if wanted & {*statistic.names})]
 
 
 def _drawn(kind: str, place: Place, resolution: Resolution) -> list[Statistic]:
     """List the statistics that are drawn."""
-    asked: list[Statistic] = [Map(_side(place, resolution)), Received(), VisibleKeys()]
+    requested: list[Statistic] = [Map(_side(place, resolution)), Received(), VisibleKeys()]
     if resolution.top_keys:
-        asked.append(TopKeys(resolution.top_keys))
+        requested.append(TopKeys(resolution.top_keys))
     if kind == "self":
-        asked.append(OffsetHistogram(resolution.bins, ahead=True))
-    return asked
+        requested.append(OffsetHistogram(resolution.bins, ahead=True))
+    return requested
 
 
 def bins_of(keys: int) -> int:

@@ -96,11 +96,11 @@ def finding(rows: Sequence[Row], rules: Sequence[Row]) -> str:
         f"({'strongest: ' * (len(heads) > 1)}{_name(rows[heads[0]])})"
         for place, (label, heads) in enumerate(list(labeled_heads(rows, rules).items())[:3])
     ]
-    said = f"{', '.join(found)}." if found else "No head has a label."
+    text = f"{', '.join(found)}." if found else "No head has a label."
     metric, most = _most_important(rows)
     if not metric or rows[most][metric] <= 0:
-        return said
-    return f"{said} {EFFECTS[metric].format(_name(rows[most]), rows[most][metric])}"
+        return text
+    return f"{text} {EFFECTS[metric].format(_name(rows[most]), rows[most][metric])}"
 
 
 EFFECTS = {

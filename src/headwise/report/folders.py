@@ -230,8 +230,8 @@ def _one_line(folder: Path) -> Iterator[None]:
     except FolderError:
         raise
     except Exception as error:  # damaged folders cause errors of many types
-        said = shorten(str(error), 300, placeholder=" …") or type(error).__name__
-        raise FolderError(f"{folder}: transformers cannot read it ({said})") from None
+        message = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+        raise FolderError(f"{folder}: transformers cannot read it ({message})") from None
 
 
 @contextmanager

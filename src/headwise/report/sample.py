@@ -91,15 +91,15 @@ def as_look_error(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
-        said = one_line(error)
+        message = one_line(error)
         rows = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
         if isinstance(error, IndexError) and rows:
             tables = " and ".join(f"{number:,}" for number in sorted({*rows}))
-            said += (
+            message += (
                 f"; its tables have {tables} rows, and a token or position is out of range: "
                 f"the tokenizer belongs to another model, or context= is too long"
             )
-        raise LookError(f"{type(model).__name__} cannot run on this input: {said}") from error
+        raise LookError(f"{type(model).__name__} cannot run on this input: {message}") from error
 
 
 def _end(module: str) -> str:

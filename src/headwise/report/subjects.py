@@ -205,9 +205,9 @@ class EncoderDecoder(TransformersSubject):
         return labels, self.words.pieces(labels[0].tolist())
 
     def _to_the_right(self, labels: Tensor) -> Tensor:
-        told = (getattr(self.model, "generation_config", None), self.model.config)
+        sources = (getattr(self.model, "generation_config", None), self.model.config)
         names = ("decoder_start_token_id", "bos_token_id")
-        starts = [getattr(config, name, None) for name in names for config in told]
+        starts = [getattr(config, name, None) for name in names for config in sources]
         start = next((one for one in starts if one is not None), 0)
         first = torch.full_like(labels[:, :1], start)
         return torch.cat([first, labels[:, :-1]], 1)
@@ -223,8 +223,8 @@ def longest_of(model: Any, words: AnyTokenizer) -> int | None:
     Rows of a position table up to its padding index are not usable (RoBERTa).
     """
     config = model.config.get_text_config()
-    said = [getattr(config, name, None) for name in _LENGTHS]
-    found = [one for one in [*said, words.longest] if isinstance(one, int) and one > 1]
+    lengths = [getattr(config, name, None) for name in _LENGTHS]
+    found = [one for one in [*lengths, words.longest] if isinstance(one, int) and one > 1]
     found += [
         module.num_embeddings - module.padding_idx - 1
         for name, module in model.named_modules()

@@ -134,8 +134,8 @@ def read_timeline(run: History | str | os.PathLike[str]) -> Timeline:
     except TimelineError:
         raise
     except _DAMAGE as error:
-        said = str(error).removeprefix(f"{path}: ")
-        raise TimelineError(f"{path}: cannot be read as a history ({said})") from None
+        message = str(error).removeprefix(f"{path}: ")
+        raise TimelineError(f"{path}: cannot be read as a history ({message})") from None
 
 
 def file_of(path: Path) -> Path:
@@ -184,8 +184,8 @@ def _read(history: History) -> Timeline:
 
 def _ordered(history: History, about: dict[str, Any]) -> list[str]:
     """Return the names of the recorded statistics: the monitor's defaults, the probe's, others."""
-    told = [str(name) for name in about.get("statistics", [])]
-    order = [*told, *(f"probe/{name}" for name in told)]
+    first = [str(name) for name in about.get("statistics", [])]
+    order = [*first, *(f"probe/{name}" for name in first)]
     recorded = history.statistics
     return [name for name in dict.fromkeys([*order, *recorded]) if name in recorded]
 
@@ -262,12 +262,12 @@ def _only_in_one(kind: str, one: list[str], other: list[str]) -> list[str]:
     >>> _only_in_one("layers", ["a", "b", "c", "d", "e"], ["a", "f"])
     ['layers only in A: b, c, d and 1 more', 'layers only in B: f']
     """
-    said = []
+    parts = []
     for name, mine, theirs in (("A", one, other), ("B", other, one)):
         alone = [escaped(x) or "the model" for x in mine if x not in set(theirs)]
         if alone:
-            said.append(f"{kind} only in {name}: {and_more(alone)}")
-    return said
+            parts.append(f"{kind} only in {name}: {and_more(alone)}")
+    return parts
 
 
 def differences(one: Timeline, other: Timeline) -> tuple[int | None, list[dict[str, Any]]]:

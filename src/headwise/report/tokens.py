@@ -113,16 +113,16 @@ class Vocabulary:
 
     def _encode_theirs(self, text: str, limit: int | None, target: bool) -> Encoded:
         given = {"text_target": text} if target else {"text": text}
-        asked = {
+        requested = {
             "add_special_tokens": self.add_special,
             "return_special_tokens_mask": True,
             "return_offsets_mapping": bool(getattr(self.tokenizer, "is_fast", False)),
             "verbose": False,
         }
-        done = self.tokenizer(**given, **asked, truncation=False)
+        done = self.tokenizer(**given, **requested, truncation=False)
         total = len(done["input_ids"])
         if limit is not None and total > limit:
-            done = self.tokenizer(**given, **asked, truncation=True, max_length=limit)
+            done = self.tokenizer(**given, **requested, truncation=True, max_length=limit)
         ids, special = list(done["input_ids"]), _places(done["special_tokens_mask"])
         offsets = done.get("offset_mapping")
         pieces = (

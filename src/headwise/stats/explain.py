@@ -96,14 +96,14 @@ def explain(
     view = View(call, sample, gradients and keeps_graph)
     work = Work(view, keeps_graph, output, projection)
     routes = planned(work, Statistics.of(statistics), backend, "explain").routes
-    said: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for statistic in statistics:
-        said |= dict.fromkeys(statistic.names, "as defined by the statistic")
+        reasons |= dict.fromkeys(statistic.names, "as defined by the statistic")
         for name, need in statistic.needs.items():
             route = routes[need]
             if route.kind == VIA and need.via is not None:
                 route = routes[need.via]
-            said[name] = str(need.shown(route, work))
+            reasons[name] = str(need.shown(route, work))
     native = next(choice for choice in choices if choice.name == "native")
     unit = "" if native.reasons or q.is_cuda else cpu.unit(q.dtype)
-    return Explanation(work.chosen.name, choices, said, unit)
+    return Explanation(work.chosen.name, choices, reasons, unit)

@@ -295,10 +295,10 @@ class _MaxLogitAbove(Need):
         bound = abs(call.scale) * of_q * of_k
         # Scores are sums of D products, rounded.
         room = 1 + (call.q.shape[-1] + 4) * torch.finfo(view.dtype).eps
-        asks = (~(bound * room <= self.limit)).any(0)  # True for NaN, too
-        if asks.all() or (asks.any() and _by_head(call)):
+        above = (~(bound * room <= self.limit)).any(0)  # True for NaN, too
+        if above.all() or (above.any() and _by_head(call)):
             return None
-        return asks.nonzero()[:, 0]
+        return above.nonzero()[:, 0]
 
 
 def _above(largest: Tensor, limit: float) -> Tensor:

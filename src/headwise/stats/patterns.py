@@ -182,13 +182,13 @@ class OfTokens(Pattern):
             )
 
     def check(self, extent: Extent) -> None:
-        said = f"{type(self).__name__}(ids {list(self.ids.shape)}) in a call with {extent}"
+        quote = f"{type(self).__name__}(ids {list(self.ids.shape)}) in a call with {extent}"
         if self.ids.dim() not in (1, 2) or self.ids.shape[-1] != extent.keys:
-            raise ValueError(f"{said}: ids must be [S] or [B, S], one token per key.")
+            raise ValueError(f"{quote}: ids must be [S] or [B, S], one token per key.")
         if self.ids.dim() == 2 and self.ids.shape[0] not in (1, extent.batch):
-            raise ValueError(f"{said}: give one row of ids, or one per batch row.")
+            raise ValueError(f"{quote}: give one row of ids, or one per batch row.")
         if not extent.inside:
-            raise ValueError(f"{said}: every query needs the token at its key position.")
+            raise ValueError(f"{quote}: every query needs the token at its key position.")
 
     def carried(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the token of each key and the token that each query looks for: both `[B, S]`."""

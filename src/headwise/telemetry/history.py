@@ -172,8 +172,8 @@ class History:
         if not rows:
             known = ", ".join(self.statistics) or "nothing yet"
             why = next((r[statistic] for r in self.unavailable.values() if statistic in r), "")
-            said = f"was not recorded{f', because {why}' if why else ''}"
-            raise KeyError(f"{statistic!r} {said}; there are: {known}")
+            text = f"was not recorded{f', because {why}' if why else ''}"
+            raise KeyError(f"{statistic!r} {text}; there are: {known}")
         kinds = rows[-1][1].kind
         rows = [(step, figures) for step, figures in rows if figures.kind == kinds]
         return Series(
@@ -271,8 +271,8 @@ class History:
 
     def __repr__(self) -> str:
         steps, heads = self.steps, sum(self.layers.values())
-        said = f"steps {steps[0]} to {steps[-1]}" if steps else "no step yet"
-        return f"<History {str(self.path)!r}: {said}; {heads} heads; {', '.join(self.statistics)}>"
+        text = f"steps {steps[0]} to {steps[-1]}" if steps else "no step yet"
+        return f"<History {str(self.path)!r}: {text}; {heads} heads; {', '.join(self.statistics)}>"
 
 
 def _spread(values: Array, place: npt.NDArray[np.int64], steps: int) -> Array:

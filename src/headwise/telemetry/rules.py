@@ -108,11 +108,11 @@ class Rule:
 
     def _description(self) -> str:
         if self.jump is not None:
-            said = f"{self.statistic} jumps by {self.jump:g} deviations"
+            text = f"{self.statistic} jumps by {self.jump:g} deviations"
         else:
             limit = f"> {self.above:g}" if self.above is not None else f"< {self.below:g}"
-            said = f"{self.statistic} {limit}"
-        return said + (f" at {self.steps} recorded steps" if self.steps > 1 else "")
+            text = f"{self.statistic} {limit}"
+        return text + (f" at {self.steps} recorded steps" if self.steps > 1 else "")
 
     @property
     def reach(self) -> int:

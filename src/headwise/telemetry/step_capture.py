@@ -348,8 +348,8 @@ class StepCapture:
             reasons.append(why_left_out(self.modules, self._not_meant))
         if self._no_numbers:
             reasons.append(f"{and_more([*self._no_numbers])} cannot be recorded")
-        if said := [not_monitored(name, why) for name, why in self.left_out.items()]:
-            reasons.append(f"left out: {and_more(said)}")
+        if missing := [not_monitored(name, why) for name, why in self.left_out.items()]:
+            reasons.append(f"left out: {and_more(missing)}")
         if self._names is not None:
             reasons = reasons or [f"no attention was seen: {self._names.why_nothing()}"]
         return "; ".join(reasons) or "the monitor was paused"

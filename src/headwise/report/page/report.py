@@ -109,7 +109,7 @@ def provenance_lines(look: dict[str, Any]) -> list[tuple[str, str]]:
     """Describe how the look was made, as names and values."""
     facts = dict(look["provenance"])
     versions = facts.pop("versions", None)
-    told = [
+    entries = [
         ("Model", _model(look, facts)),
         ("Text", _text(look, facts)),
         ("Repeated random tokens", _repeats(facts)),
@@ -124,8 +124,8 @@ def provenance_lines(look: dict[str, Any]) -> list[tuple[str, str]]:
     for shown in SHOWN:
         facts.pop(shown, None)
     others = [(key.replace("_", " ").capitalize(), value) for key, value in facts.items()]
-    told += [*others, ("Versions", versions)]
-    return [(name, _words(value)) for name, value in told if value not in (None, "", [], {})]
+    entries += [*others, ("Versions", versions)]
+    return [(name, _words(value)) for name, value in entries if value not in (None, "", [], {})]
 
 
 def _words(value: Any) -> str:

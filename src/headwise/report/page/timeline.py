@@ -269,7 +269,7 @@ def _provenance_lines(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
     about = run.about
     queries = about.get("queries")
     means = "all queries" if queries is None else f"{queries} sampled queries of each call"
-    told = [
+    entries = [
         ("Run", run.name),
         ("Model", f"{about.get('model', 'unnamed')}: {_counted(run)}"),
         ("Recorded", f"{len(run.steps):,} steps, {run.steps[0]:,} to {run.steps[-1]:,}"),
@@ -279,7 +279,7 @@ def _provenance_lines(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
         ("In this page", _rounding(coding)),
         ("Versions", f"headwise {version('headwise')}, torch {about.get('torch', 'unknown')}"),
     ]
-    return [(name, value) for name, value in told if value]
+    return [(name, value) for name, value in entries if value]
 
 
 def _unavailable(reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -304,12 +304,12 @@ def _rounding(coding: Coding) -> str:
     """Describe the precision of the values in the page."""
     if coding.planes == 4:
         return "values are stored in single precision and shown with four digits"
-    said = "values are stored with eleven bits and shown with three digits"
+    text = "values are stored with eleven bits and shown with three digits"
     if not coding.errors:
-        said += "; standard errors are left out because there are too many values"
+        text += "; standard errors are left out because there are too many values"
     if coding.steps > 1:
-        said += (
+        text += (
             f"; a column covers {coding.steps} recorded steps, with their mean, or the maximum for "
             "maxima"
         )
-    return f"{said}; the history has the complete values"
+    return f"{text}; the history has the complete values"
