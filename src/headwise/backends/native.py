@@ -164,10 +164,7 @@ class Native(Backend):
         return _computed(call, None, needs, lse=None if lse is None else lse.detach())
 
     def received(
-        self,
-        call: Call,
-        lse: Float[Tensor, "B H T"],
-        weight: Float[Tensor, " T"] | None = None,
+        self, call: Call, lse: Float[Tensor, "B H T"], weight: Float[Tensor, " T"] | None = None
     ) -> Float[Tensor, "B H S"]:
         """Return `Σ_i weight_i p_ij` of each key, given the LSE with the sinks. No gradient."""
         found, _ = native_ops.sums(_problem(call, None), lse, weight, True, None)

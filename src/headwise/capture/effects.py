@@ -36,9 +36,7 @@ class HeadEffects(HeadTable):
     """
 
     def __init__(
-        self,
-        samples: Mapping[str, Mapping[str, Tensor]],
-        numbers: Mapping[str, int] | None = None,
+        self, samples: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, int] | None = None
     ) -> None:
         self._samples = {module: dict(figures) for module, figures in samples.items()}
         self.numbers = dict(numbers or {name: n for n, name in enumerate(samples)})

@@ -146,11 +146,7 @@ def _as_declared(shape: torch.Size, declared: int) -> Leading:
 
 
 def _of_one_axis(
-    size: int,
-    queries: int,
-    width: int,
-    running: Sequence[Forward],
-    read: set[tuple[int, int]],
+    size: int, queries: int, width: int, running: Sequence[Forward], read: set[tuple[int, int]]
 ) -> Leading:
     """Batch and heads in one axis, or batch alone."""
     known, positions = composite(), {number for number, _ in read}

@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .call import (
-    AXES,
-    FunctionLayer,
-    ShownCall,
-    first_line,
-    is_function_of_qkv,
-    plain_call,
-)
+from .call import AXES, FunctionLayer, ShownCall, first_line, is_function_of_qkv, plain_call
 from .code import (
     describe,
     input_width,

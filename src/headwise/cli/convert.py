@@ -45,8 +45,7 @@ def convert(
         typer.Option(help="Rotated features of a head. Default: from config.json, else all."),
     ] = None,
     qk_norm_eps: Annotated[
-        float | None,
-        typer.Option(help="Epsilon of the QK-norm. Default: from config.json."),
+        float | None, typer.Option(help="Epsilon of the QK-norm. Default: from config.json.")
     ] = None,
     shard_gb: Annotated[
         float, typer.Option(min=1e-6, help="Maximum size of a file in GB, if OUT is a folder.")

@@ -29,8 +29,7 @@ def generate(
         ),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face GPT-2 folder. Default: the built-in model."),
+        Path | None, typer.Option(help="A Hugging Face GPT-2 folder. Default: the built-in model.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[

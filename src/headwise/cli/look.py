@@ -31,17 +31,7 @@ from ..report.samples import TextFile
 from ..report.schema import Look, load
 from ..report.terminal import METRICS, TOP, fit_table, format_difference, summary, table
 from ..weights.folders import read_config
-from .terminal import (
-    SEEDS,
-    TIMEOUT,
-    Quiet,
-    bar,
-    console,
-    device_of,
-    dtype_of,
-    launched,
-    paged,
-)
+from .terminal import SEEDS, TIMEOUT, Quiet, bar, console, device_of, dtype_of, launched, paged
 
 Once = Callable[[Callable[[], Any]], Any]
 

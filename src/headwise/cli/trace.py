@@ -47,8 +47,7 @@ def trace(
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
-        Path | None,
-        typer.Option(help=f"The page to write. [default: {PAGE}; none with --json]"),
+        Path | None, typer.Option(help=f"The page to write. [default: {PAGE}; none with --json]")
     ] = None,
     quiet: Quiet = False,
     as_json: Annotated[

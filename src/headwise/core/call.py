@@ -12,11 +12,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, strided
-from torch._C import (
-    _are_functorch_transforms_active,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-)
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 

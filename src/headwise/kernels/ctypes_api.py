@@ -214,11 +214,7 @@ def forward(problem: Problem, needs: int) -> list[Tensor | None]:
 
 
 def statistics(
-    problem: Problem,
-    needs: int,
-    into: Tensor,
-    lse: Tensor | None = None,
-    on: Tensor | None = None,
+    problem: Problem, needs: int, into: Tensor, lse: Tensor | None = None, on: Tensor | None = None
 ) -> None:
     """Write the statistics whose bit is set in `needs` into `into` `[F, B, H, T]`.
 

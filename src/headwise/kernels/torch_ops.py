@@ -31,11 +31,7 @@ Again = Callable[[Problem], list[Tensor]]
 
 
 def compute(
-    problem: Problem,
-    needs: int,
-    again: Again,
-    gradients: bool = True,
-    lse: Tensor | None = None,
+    problem: Problem, needs: int, again: Again, gradients: bool = True, lse: Tensor | None = None
 ) -> list[Tensor | None]:
     """Return the output (`None` without values) and the statistics of `needs`.
 
@@ -64,11 +60,7 @@ def compute(
 
 
 def statistics(
-    problem: Problem,
-    needs: int,
-    into: Tensor,
-    lse: Tensor | None = None,
-    on: Tensor | None = None,
+    problem: Problem, needs: int, into: Tensor, lse: Tensor | None = None, on: Tensor | None = None
 ) -> None:
     """Write the statistics of `needs` into `into` `[F, B, H, T]` (float32, dense). No gradient.
 

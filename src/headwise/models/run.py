@@ -20,14 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..weights.folders import (
-    CONFIG,
-    TOKENIZER,
-    WEIGHTS,
-    FolderError,
-    check_size,
-    read_tokenizer,
-)
+from ..weights.folders import CONFIG, TOKENIZER, WEIGHTS, FolderError, check_size, read_tokenizer
 from . import checkpoint, corpus
 from .gpt import GPT, GPTConfig, check_types
 

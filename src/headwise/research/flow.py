@@ -79,12 +79,7 @@ def rollout(
 
 
 def relevance(
-    model: nn.Module,
-    inputs: Any,
-    token: int | Tensor,
-    score: Score,
-    *,
-    modules: Modules = None,
+    model: nn.Module, inputs: Any, token: int | Tensor, score: Score, *, modules: Modules = None
 ) -> Float[Tensor, "B T"]:
     """Compute the gradient-weighted relevance of each input token to a score, for one token.
 

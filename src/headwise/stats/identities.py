@@ -40,9 +40,7 @@ def entropy(
 
 
 def with_sink(
-    entropy: Float[Tensor, "B H n"],
-    of_keys: Float[Tensor, "B H n"],
-    sinks: Float[Tensor, " H"],
+    entropy: Float[Tensor, "B H n"], of_keys: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"]
 ) -> Float[Tensor, "B H n"]:
     """Return the entropy over keys and sink, from the entropy and the LSE of the keys alone.
 

@@ -92,10 +92,7 @@ def between(count: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> T
 
 
 def moments_of(
-    values: Tensor,
-    rows: Tensor | None,
-    among: Tensor | None = None,
-    weights: Tensor | None = None,
+    values: Tensor, rows: Tensor | None, among: Tensor | None = None, weights: Tensor | None = None
 ) -> Moments:
     """Sum a metric over its valid `rows`, each weighted by the number of queries it represents.
 

@@ -144,10 +144,7 @@ _drawn = torch.library.custom_op(
     schema="(SymInt queries, SymInt of, SymInt seed) -> (Tensor, Tensor)",
 )
 _sorted = torch.library.custom_op(
-    "headwise::named_queries",
-    _sort,
-    mutates_args=(),
-    schema="(Tensor rows, SymInt of) -> Tensor",
+    "headwise::named_queries", _sort, mutates_args=(), schema="(Tensor rows, SymInt of) -> Tensor"
 )
 
 

@@ -238,10 +238,7 @@ class Seen(HeadTable):
         return queries if self.record.view.drawn is None else queries.clone()
 
     def weights(
-        self,
-        heads: Which = None,
-        queries: Which = None,
-        keys: Which = None,
+        self, heads: Which = None, queries: Which = None, keys: Which = None
     ) -> Float[Tensor, "B h t s"]:
         """Return these entries of P, from q, k and the log-sum-exp: O(D) per entry.
 

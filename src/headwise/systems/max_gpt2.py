@@ -52,11 +52,7 @@ Array = np.ndarray | TorchTensor
 
 @F.functional
 def causal_mask(
-    sequence_length: Any,
-    num_tokens: Any,
-    *,
-    dtype: Any = DType.float32,
-    device: Any = None,
+    sequence_length: Any, num_tokens: Any, *, dtype: Any = DType.float32, device: Any = None
 ) -> Any:
     """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 

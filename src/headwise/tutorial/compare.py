@@ -177,12 +177,7 @@ def _check_call(sizes: Sequence[Size], device: str, rounds: int) -> None:
 
 
 def _at(
-    size: Size,
-    device: str,
-    compile: bool,
-    rounds: int,
-    seed: int,
-    report: Callable[[float], None],
+    size: Size, device: str, compile: bool, rounds: int, seed: int, report: Callable[[float], None]
 ) -> list[Row]:
     """Run all rungs at one size."""
     if compile:

@@ -243,17 +243,8 @@ class Rung:
 
 FLEX = "FlexAttention"
 RUNGS = (
-    Rung(
-        "scalar",
-        "systems/scalar.py",
-        note="in double precision; memory of Python objects",
-    ),
-    Rung(
-        "per head",
-        "systems/per_head.py",
-        _per_head,
-        "with an added output projection",
-    ),
+    Rung("scalar", "systems/scalar.py", note="in double precision; memory of Python objects"),
+    Rung("per head", "systems/per_head.py", _per_head, "with an added output projection"),
     Rung("split", "systems/split.py", _split),
     Rung("functional", "systems/functional.py", _functional, "also returns its weights"),
     Rung("fused, GPT-2", "systems/fused.py", _fused),

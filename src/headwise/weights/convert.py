@@ -21,17 +21,7 @@ from .detect import LayerTensors, Shape, check_state, detect_layers, find_layers
 from .folders import CONFIG
 from .layout_table import LAYOUTS
 from .layout_types import LayerSizes, Layout
-from .packing import (
-    Parts,
-    parts_of,
-    regroup,
-    reorder,
-    shape_of,
-    sizes_of,
-    unpack,
-    with_bias,
-    write,
-)
+from .packing import Parts, parts_of, regroup, reorder, shape_of, sizes_of, unpack, with_bias, write
 
 
 def convert(

@@ -125,10 +125,7 @@ def _by_kind(layout: Layout, shapes: Mapping[str, Shape]) -> _Kinds:
 
 
 def _largest(
-    kinds: Mapping[str, _Kinds],
-    taken: set[str],
-    shapes: Mapping[str, Shape],
-    expected: str | None,
+    kinds: Mapping[str, _Kinds], taken: set[str], shapes: Mapping[str, Shape], expected: str | None
 ) -> list[LayerTensors]:
     """Return the unclaimed layers of the layout with the most names; empty if no layout fits."""
     best, chosen = (0, ""), []

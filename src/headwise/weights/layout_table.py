@@ -536,9 +536,7 @@ _ROWS = (
         "InternLM 2: q, k and v group by group",
         (
             LayerForm(
-                _packed("wqkv", "wo", "n p d"),
-                rules=FREE_HEADS,
-                optional=(_biases("wqkv", "wo"),),
+                _packed("wqkv", "wo", "n p d"), rules=FREE_HEADS, optional=(_biases("wqkv", "wo"),)
             ),
         ),
         rope="half",
@@ -571,12 +569,7 @@ _ROWS = (
     Layout(
         "x_transformers",
         "x-transformers: to_q, to_k, to_v and to_out without biases",
-        (
-            LayerForm(
-                _linears("to_q", "to_k", "to_v", "to_out", bias=False),
-                rules=(ONE_CONTEXT,),
-            ),
-        ),
+        (LayerForm(_linears("to_q", "to_k", "to_v", "to_out", bias=False), rules=(ONE_CONTEXT,)),),
         turns=True,
     ),
 )

@@ -245,12 +245,7 @@ def packed(held: str, pattern: str, parts: Parts, sizes: LayerSizes) -> Tensor:
 
 
 def subset(
-    held: str,
-    pattern: str,
-    tensor: Tensor,
-    sizes: LayerSizes,
-    heads: Tensor,
-    groups: Tensor,
+    held: str, pattern: str, tensor: Tensor, sizes: LayerSizes, heads: Tensor, groups: Tensor
 ) -> Tensor:
     """Return a stored tensor with only the given heads and key/value heads."""
     parts = unpack(held, pattern, tensor, sizes)

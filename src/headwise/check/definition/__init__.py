@@ -170,8 +170,7 @@ def _projections(reading: Projections) -> str:
 
 def _unread(reason: str) -> Finding:
     return skipped(
-        "definition",
-        f"The weights cannot be read, so only its behavior was checked: {reason}.",
+        "definition", f"The weights cannot be read, so only its behavior was checked: {reason}."
     )
 
 
