@@ -271,12 +271,9 @@ def _idle(ctx: Probing) -> Finding | None:
 
 def knows_positions(layer: nn.Module) -> bool:
     """Return True if any name or line of a layer mentions positions."""
-    if any(POSITIONS.search(name.lower()) for name in names_in(layer)):
-        return True
-    return (
-        re.search(r"arange|cumsum|linspace|roll\(|flip\(|cos\(|conv", class_sources(layer))
-        is not None
-    )
+    code = r"arange|cumsum|linspace|roll\(|flip\(|cos\(|conv"
+    named = any(POSITIONS.search(name.lower()) for name in names_in(layer))
+    return named or re.search(code, class_sources(layer)) is not None
 
 
 def weights(ctx: Probing) -> Finding | None:

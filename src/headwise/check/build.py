@@ -114,17 +114,7 @@ class Request:
     call: Callable[..., Any] | None = None
 
 
-ALWAYS = {
-    "width",
-    "heads",
-    "context",
-    "dropout",
-    "batch_first",
-    "out_width",
-    "kv_width",
-    "head_dim",
-    "kv_heads",
-}
+ALWAYS = set("width heads context dropout batch_first out_width kv_width head_dim kv_heads".split())
 """Roles whose defaults are replaced by sizes of the check, which reveal more mistakes."""
 
 
@@ -336,7 +326,7 @@ class _Constructor:
             elif role not in (None, "config") and self._is_set(one, role):
                 named[name] = self.sizes.value(role)
             elif required(one):
-                if _is_flag(one):
+                if one.annotation in (bool, "bool"):
                     named[name] = False
                 else:
                     unknown.append(name)
@@ -427,10 +417,6 @@ class _Constructor:
         for key, value in fields.items():
             setattr(config, key, value)
         return config
-
-
-def _is_flag(one: inspect.Parameter) -> bool:
-    return one.annotation in (bool, "bool")
 
 
 def _shown(arguments: Mapping[str, Any]) -> str:

@@ -171,13 +171,14 @@ def _ways(target: Target) -> Iterator[Way]:
     starts = call.named("start")
     if hasattr(target.layer, "attend_cached"):
         yield Way(lambda: _attend_cached(target), True)
+    home = sys.modules.get(type(target.layer).__module__)  # the file of the layer's class
     for name in names:
         annotation = str(call.parameters[name].annotation)
         kinds = list(_own_caches(target, annotation))
         if type(target.layer).__module__.split(".")[0] == "transformers":
             theirs = sys.modules["transformers"].DynamicCache
             yield Way(lambda n=name, m=theirs: _filled(target, {n: m()}, flags), False)
-        elif "KVCache" in annotation and _home(target).get("KVCache") is KVCache:
+        elif "KVCache" in annotation and getattr(home, "KVCache", None) is KVCache:
             yield Way(lambda n=name: _filled(target, {n: KVCache()}, flags), True)
         else:
             plain = not kinds and not re.match("(typing.)?([dD]ict|[lL]ist)", annotation)
@@ -233,13 +234,8 @@ def _present(raw: Any, out: Tensor, length: int, before: Any) -> Any:
     Raises:
         LookupError: the result contains no such part.
     """
-    parts = (
-        list(raw.values())
-        if isinstance(raw, dict)
-        else list(raw)
-        if isinstance(raw, tuple | list)
-        else []
-    )
+    raw = list(raw.values()) if isinstance(raw, dict) else raw
+    parts = raw if isinstance(raw, tuple | list) else ()
     rest = [part for part in parts if part is not out and part is not None]
     caches = []
     for part in rest:
@@ -281,11 +277,6 @@ def _attend_cached(target: Target) -> Step:
         return out, (out, *new)
 
     return step
-
-
-def _home(target: Target) -> dict[str, Any]:
-    """Return the names of the file that defines a layer's class."""
-    return vars(sys.modules[type(target.layer).__module__])
 
 
 def _own_caches(target: Target, annotation: str) -> Iterator[Callable[[], Any]]:

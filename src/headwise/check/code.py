@@ -114,11 +114,8 @@ def describe(error: BaseException) -> str:
     text = " ".join(str(error).split()) or "no message"
     text = text if len(text) < 200 else f"{text[:200]}…"
     message = f"{type(error).__name__}: {text}{_meant(error)}"
-    frames = [
-        (frame, number)
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if is_users(frame.f_code.co_filename)
-    ]
+    walked = traceback.walk_tb(error.__traceback__)
+    frames = [one for one in walked if is_users(one[0].f_code.co_filename)]
     if not frames:
         return message
     frame, number = frames[-1]
@@ -193,13 +190,6 @@ def numbers_in(module: nn.Module, pattern: str) -> Iterator[float]:
                     yield float(number)
 
 
-def fields_of(config: Any) -> Mapping[str, Any]:
-    """Return the fields of a configuration, or the attributes of any other object."""
-    if isinstance(config, Mapping):
-        return config
-    return getattr(config, "__dict__", {})
-
-
 def sizes_in(thing: Any) -> dict[str, int]:
     """Return the sizes that an object states in its attributes, its config and its children.
 
@@ -210,7 +200,8 @@ def sizes_in(thing: Any) -> dict[str, int]:
     inside = list(thing.modules())[1:] if isinstance(thing, nn.Module) else []
     found: dict[str, int] = {}
     for place in (thing, *configs, *inside):
-        for name, value in fields_of(place).items():
+        fields = place if isinstance(place, Mapping) else getattr(place, "__dict__", {})
+        for name, value in fields.items():
             role = building_role(str(name))
             if role is not None and type(value) is int and value > 0:
                 found.setdefault(role, value)
@@ -346,24 +337,17 @@ def _docstrings(code: str) -> set[int]:
         tree = ast.parse(textwrap.dedent(code))
     except SyntaxError:
         return set()
-    texts = (
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-    )
+    exprs = (one for one in ast.walk(tree) if isinstance(one, ast.Expr))
+    texts = (one for one in exprs if isinstance(one.value, ast.Constant))
     return {n for one in texts for n in range(one.lineno - 1, one.end_lineno or one.lineno)}
 
 
 def own_code(module: nn.Module) -> list[Any]:
     """Return the user's classes in a module, and the functions that they mention."""
-    waiting: list[Any] = list(
-        dict.fromkeys(kind for part in module.modules() for kind in own_classes(part))
-    )
-    waiting += [
-        part.function
-        for part in module.modules()
-        if inspect.isfunction(getattr(part, "function", None))
-    ]
+    parts = [*module.modules()]
+    waiting: list[Any] = list(dict.fromkeys(kind for part in parts for kind in own_classes(part)))
+    functions = (getattr(part, "function", None) for part in parts)
+    waiting += [one for one in functions if inspect.isfunction(one)]
     done = list[Any]()
     while waiting:
         one = waiting.pop(0)

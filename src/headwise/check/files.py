@@ -27,7 +27,7 @@ from torch import nn
 
 from . import check
 from .build import Broken
-from .code import describe
+from .code import describe, source_of
 from .rules import violation
 from .sandbox import Limits, Outcome, Report, Send, run
 from .syntax import ParsedFile
@@ -259,7 +259,9 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
         if "." in name:
             importlib.import_module(name.rpartition(".")[0])
         known = sys.modules.get(name)
-        if code is None and known is not None and _is_file(known, path):
+        file = getattr(known, "__file__", None)
+        same = file is not None and Path(file).exists() and path.samefile(file)
+        if code is None and known is not None and same:
             return known
         if known is not None:  # a file with the name of another module, such as math.py
             name = f"_checked_{path.stem}"
@@ -282,11 +284,6 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     torch.set_grad_enabled(True)
     torch.set_default_device(None)
     return module
-
-
-def _is_file(module: ModuleType, path: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).exists() and Path(file).samefile(path)
 
 
 def _failed_import(error: BaseException) -> Finding:
@@ -316,7 +313,7 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
             others = ", ".join(there) or "no module or function of (q, k, v)"
             raise ValueError(f"{name} is not defined; the file defines {others}") from None
     named = [each for each in there if ATTENTION.search(each)] or there
-    text = {each: _source(getattr(module, each)) for each in named}
+    text = {each: source_of(getattr(module, each)) for each in named}
     # Choose the wrapper rather than its heads.
     outer = [
         each
@@ -333,13 +330,6 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
     raise ValueError(
         f"it defines {', '.join(outer)}; name one: headwise check {path.name}:{outer[-1]}"
     )
-
-
-def _source(thing: Any) -> str:
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        return ""
 
 
 def candidates(module: ModuleType) -> list[str]:

@@ -17,7 +17,7 @@ from .code import name_of
 from .names import building_role
 from .probing import NOTHING, Failed, Probing
 from .rules import passed, skipped, violation
-from .target import Target, causal_mask
+from .target import Target
 from .verdict import Finding
 
 FEW = {"mask": ("may", "hidden", "ones", "added", "zeros"), "flag": ("flag",)}
@@ -181,11 +181,8 @@ def _leaks(ctx: Probing, trial: Target, channel: str, some: Tensor) -> tuple[flo
                     return 1.0, "queries"
             else:
                 seen = trial.influence(ctx.x, allow=some)
-                lower = (
-                    causal_mask(len(some), len(some))
-                    if ctx.target.causal
-                    else torch.ones_like(some)
-                )
+                lower = torch.ones_like(some)
+                lower = lower.tril() if ctx.target.causal else lower
                 hidden, visible = seen[~some & lower], seen[some & lower]
     except Exception:
         return 1.0, None
@@ -301,13 +298,10 @@ def mask(ctx: Probing) -> Finding | None:
     if "allow" not in ctx.target.takes:
         return None
     name = _argument(ctx, "allow")
-    tokens = ctx.tokens
-    lower = (
-        causal_mask(tokens, tokens)
-        if _own_causal(ctx)
-        else torch.ones(tokens, tokens, dtype=torch.bool)
-    )
-    some = _allow(tokens) & lower
+    lower = torch.ones(ctx.tokens, ctx.tokens, dtype=torch.bool)
+    if ctx.target.causal and ctx.target.causal_from != "mask":
+        lower = lower.tril()
+    some = _allow(ctx.tokens) & lower
     try:
         full, shut = ctx.call(ctx.x, allow=lower), ctx.call(ctx.x, allow=some)
     except Failed as failure:
@@ -320,7 +314,7 @@ def mask(ctx: Probing) -> Finding | None:
     hidden = (seen > NOTHING * seen.max()) & ~some
     if not bool(hidden.any()):
         return passed("mask")
-    visible = seen[some & ~torch.eye(tokens, dtype=torch.bool)]
+    visible = seen[some & ~torch.eye(ctx.tokens, dtype=torch.bool)]
     if bool((visible <= NOTHING * seen.max()).all()):
         return violation("mask", "inverted", name=name)
     flipped = (seen > NOTHING * seen.max()) & ~some.T
@@ -415,10 +409,6 @@ def _argument(ctx: Probing, channel: str) -> str:
     """Return the name of the argument that takes a mask."""
     call = ctx.target.call
     return call.forms[channel].argument if isinstance(call, PlainCall) else channel
-
-
-def _own_causal(ctx: Probing) -> bool:
-    return ctx.target.causal and ctx.target.causal_from != "mask"
 
 
 def cross(ctx: Probing) -> Finding | None:

@@ -261,12 +261,8 @@ def unused(*roots: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def code_at(file: str | Path, line: int) -> str:
-    return linecache.getline(str(file), line).strip()
-
-
 def quoted(file: str | Path, line: int) -> str:
-    return f"line {line} of {Path(file).name}: `{code_at(file, line)}`"
+    return f"line {line} of {Path(file).name}: `{linecache.getline(str(file), line).strip()}`"
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -262,11 +262,7 @@ def to_dtype(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name, value in list(vars(child).items()):
             if isinstance(value, Tensor):
                 setattr(child, name, cast(value))
-            elif (
-                isinstance(value, list | tuple)
-                and value
-                and all(isinstance(v, nn.Module) for v in value)
-            ):
+            elif isinstance(value, list | tuple) and all(isinstance(v, nn.Module) for v in value):
                 for one in value:  # unknown to PyTorch; another rule reports it
                     to_dtype(one, dtype)
     return layer

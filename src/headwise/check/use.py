@@ -59,9 +59,8 @@ def dropout_in_eval(ctx: Probing) -> Finding | None:
             one, two = own(x), own(x)
     except Exception:
         return None
-    return (
-        passed("dropout-in-eval") if ctx.near(one, two) else violation("dropout-in-eval", "drops")
-    )
+    rule = "dropout-in-eval"
+    return passed(rule) if ctx.near(one, two) else violation(rule, "drops")
 
 
 def _dropping(ctx: Probing) -> Target | None:
@@ -288,9 +287,11 @@ def move(ctx: Probing) -> Finding | None:
         if "Expected all tensors" not in str(error):
             return None
         line = line_of(error)
-        plain = [n for n in _plain_tensors(own.layer) if line and n.split(".")[-1] in line.code]
-        if plain:
-            return violation("move", "stays", name=plain[0])
+        code = line.code if line else ""
+        for path, child in own.layer.named_modules():
+            for name, value in vars(child).items():
+                if isinstance(value, Tensor) and name in code:
+                    return violation("move", "stays", name=f"{path}.{name}" if path else name)
         return violation("move", "fails", error=describe(error))
     except Exception:  # other probes report it
         return None
@@ -298,16 +299,8 @@ def move(ctx: Probing) -> Finding | None:
 
 
 def _passes_mask(target: Target) -> bool:
-    return (
-        target.causal and target.causal_from == "mask" and bool(target.takes & {"allow", "causal"})
-    )
-
-
-def _plain_tensors(layer: nn.Module) -> Iterator[str]:
-    for path, child in layer.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}" if path else name
+    passed_in = target.causal and target.causal_from == "mask"
+    return passed_in and bool(target.takes & {"allow", "causal"})
 
 
 def reload(ctx: Probing) -> Finding | None:

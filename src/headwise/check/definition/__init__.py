@@ -87,9 +87,8 @@ def _compared(case: Case, target: Target, twice: bool) -> list[Finding]:
     odd = len(faults) > 1 or any(one.parts not in "qkv" for one in case.reading.sources)
     if odd and {one.rule for one in faults} == {"packing"}:
         faults = [replace(one, severity="warning") for one in faults]  # its own order
-    if {"softmax", "mask-fill"} <= {
-        one.rule for one in faults
-    }:  # along the wrong axis, the mask hides other keys
+    # Along the wrong axis, the mask hides other keys.
+    if {"softmax", "mask-fill"} <= {one.rule for one in faults}:
         faults = [one for one in faults if one.rule != "mask-fill"]
     changes = {str(value) for one in faults for value in one.change.values()}
     if changes & {"1e9", "inf"}:  # hidden keys get all the weight, so the mask looks inverted too
@@ -99,9 +98,8 @@ def _compared(case: Case, target: Target, twice: bool) -> list[Finding]:
 
 
 def _observe(target: Target, reading: Projections, right: Variant) -> None:
-    groups = (
-        f", {reading.num_kv_heads} of keys" if reading.num_kv_heads != reading.num_heads else ""
-    )
+    grouped = reading.num_kv_heads != reading.num_heads
+    groups = f", {reading.num_kv_heads} of keys" * grouped
     target.observed.append(f"{reading.num_heads} heads of {reading.head_dim}{groups}")
     if right.rope is not None:
         target.observed.append("rotary")
@@ -129,18 +127,15 @@ def _other_weights(case: Case, base: Variant) -> list[Finding]:
         used = weights_of(case.reading, x, base)
     except Exception:  # the probes report it
         return []
-    if (
-        given is None
-        or given.shape[-1] != x.shape[1]
-        or bool((given.sum(-1) - 1).abs().max() > FITS)
-    ):
+    if given is None or given.shape[-1] != x.shape[1]:
+        return []
+    given = given.detach()
+    if bool((given.sum(-1) - 1).abs().max() > FITS):
         return []
     for computed in (used, used.mean(1)):
         if computed.numel() == given.numel():
-            alike = (
-                computed.flatten().sort()[0] - given.detach().flatten().sort()[0]
-            ).abs().max() < FITS
-            return [] if bool(alike) else [violation("weights", "others")]
+            a, b = (one.flatten().sort()[0] for one in (computed, given))
+            return [] if bool((a - b).abs().max() < FITS) else [violation("weights", "others")]
     return []
 
 

@@ -38,10 +38,6 @@ class Fault:
             changed = changed.but(mask="causal")
         return changed
 
-    def adds_to(self, other: Fault) -> bool:
-        """Return True if both mistakes can occur together."""
-        return not set(self.change) & set(other.change)
-
 
 def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[Fault]:
     """Yield all possible mistakes with these projections, the most likely first.
@@ -125,11 +121,6 @@ def _fills(scale: float) -> Iterator[Row]:
             yield repr(value), f"−{number}"
 
 
-def _added(reading: Projections) -> Iterator[Row]:
-    for value in dict.fromkeys((1.0, reading.head_dim**-0.5)):
-        yield (f"added {value!r}",)
-
-
 def _packed(reading: Projections) -> Matrix | None:
     return next((source for source in reading.sources if len(source.parts) > 1), None)
 
@@ -189,7 +180,7 @@ def _biases(reading: Projections) -> Iterator[Row]:
 
 EACH: dict[str, Callable[[Projections], Iterable[Row]]] = {
     "finite fills": lambda reading: _fills(reading.head_dim**-0.5),
-    "added masks": _added,
+    "added masks": lambda of: [(f"added {x!r}",) for x in dict.fromkeys((1.0, of.head_dim**-0.5))],
     "orders": _orders,
     "packings": _packings,
     "square weights": _square_weights,

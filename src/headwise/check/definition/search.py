@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call import PlainCall, ShownCall
+from ..call import ShownCall
 from ..code import numbers_in, rotations
 from ..target import Target
 from .faults import Fault, faults, fill_of
@@ -94,7 +94,7 @@ class Case:
         for i, j in combinations(range(len(rows)), 2):
             settled = not (open_[i] or open_[j] or (changes[i] and changes[j]))
             possible = fits[i] if changes[i] else fits[j] if changes[j] else base_fits
-            if (possible or not settled) and rows[i].adds_to(rows[j]):
+            if (possible or not settled) and not set(rows[i].change) & set(rows[j].change):
                 yield rows[i], rows[j]
 
     def gap(self, variant: Variant, place: int) -> float:
@@ -144,9 +144,8 @@ def _silence_feed_forward(layer: nn.Module) -> None:
 
 def projections_of(target: Target) -> Projections:
     """Return the projections of a layer."""
-    return read(
-        target.layer, target.embed_dim, target.num_heads, target.num_kv_heads, _idle(target)
-    )
+    sizes = target.embed_dim, target.num_heads, target.num_kv_heads
+    return read(target.layer, *sizes, _idle(target))
 
 
 def _idle(target: Target) -> set[str]:
@@ -245,13 +244,7 @@ def textbook(target: Target, reading: Projections) -> Iterator[Variant]:
     sizes = dict.fromkeys(int(n) for n in numbers_in(layer, r"window|local") if 0 < n < 12)
     windows = [f"window {size + more}" for size in sizes for more in (0, 1)]
     caps = list(numbers_in(layer, r"soft_?cap|logit_?cap|softclamp.*value"))
-    spoken = (
-        call.parameters
-        if isinstance(call, PlainCall)
-        else call.spoken
-        if isinstance(call, ShownCall)
-        else ()
-    )
+    spoken = call.spoken if isinstance(call, ShownCall) else getattr(call, "parameters", ())
     ropes = list(rotations(layer, reading.head_dim, spoken))
     for rope, order, share, turned, residual, cap, mask, slopes in product(
         [*ropes[:2], None, *ropes[2:]],
@@ -263,15 +256,8 @@ def textbook(target: Target, reading: Projections) -> Iterator[Variant]:
         [*masks, *windows],
         [*_slopes(target, reading), ()],
     ):
-        base = Variant(
-            mask=mask,
-            share=share,
-            turned=turned,
-            residual=residual,
-            rope=rope,
-            softcap=cap,
-            slopes=slopes,
-        )
+        own = {"mask": mask, "share": share, "turned": turned, "residual": residual}
+        base = Variant(**own, rope=rope, softcap=cap, slopes=slopes)
         base = base if order == "qkv" else replace(base, **{name: order})
         yield base
         if rope is not None and reading.norms:

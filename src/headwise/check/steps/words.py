@@ -62,9 +62,8 @@ def _variable(search: Search, one: Event) -> str:
     turn = search.turn(one)
     alike = (each for each in right if value and each.shape == value.shape)
     letters = ", ".join(twin.part.shapes.get(name, "").split())
-    message = _other(
-        one.raw, turn or next(alike, right[-1]), f"[{letters}], here " if letters else ""
-    )
+    letters = f"[{letters}], here " if letters else ""
+    message = _other(one.raw, turn or next(alike, right[-1]), letters)
     for other, values in finals.items():
         if value and value.shape and other != name and any(value.fits(each) for each in values):
             return f"`{name}` is {message}; it holds what `{other}` should hold"
@@ -85,11 +84,7 @@ def _other(value: Any, right: Any, letters: str = "") -> str:
     if bool(a.isnan().any() and not b.isnan().any()):
         return f"{got.shape} with NaN: 0 times infinity is NaN, and so is inf - inf"
     different = ~torch.isclose(a, b, rtol=1e-4, atol=1e-5)
-    first = tuple(
-        (different.nonzero() if bool(different.any()) else different.new_zeros(1, a.dim()))[
-            0
-        ].tolist()
-    )
+    first = tuple(different.nonzero()[0].tolist()) if bool(different.any()) else (0,) * a.dim()
     message = f"{got.shape} with other numbers: {[*first]} is {a[first]:.4g}, not {b[first]:.4g}"
     ratio = (a / b)[(b.abs() > 1e-6) & b.isfinite()]
     if ratio.numel() > 1 and torch.allclose(ratio, ratio[:1].clamp(-1e9, 1e9), rtol=1e-3):
