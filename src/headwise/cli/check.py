@@ -89,11 +89,8 @@ def check(
     from ..check.rules import explain as lesson
     from ..check.sandbox import Limits
 
-    modes = [
-        f"--{name}"
-        for name, value in zip(("step", "new", "explain"), (step, new, explain), strict=True)
-        if value is not None
-    ]
+    given = {"--step": step, "--new": new, "--explain": explain}
+    modes = [name for name, value in given.items() if value is not None]
     if hint is not None and step is None:
         raise ValueError(f"--hint {hint}: needs --step, as in: --step split mine.py --hint 2")
     if len(modes) > 1:
@@ -124,10 +121,8 @@ def check(
         return 0
 
     def limited(usual: Limits) -> Limits:
-        changes = {"seconds": timeout, "memory": memory}
-        return replace(
-            usual, **{name: value for name, value in changes.items() if value is not None}
-        )
+        changes = {"seconds": timeout, "memory": memory}.items()
+        return replace(usual, **{name: value for name, value in changes if value is not None})
 
     with _waiting() as report:
         if step is not None:

@@ -207,7 +207,10 @@ def _print_all(
     if as_json:
         print(json.dumps(finite(seen.rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        _show(seen, top, quiet)
+        screen = console()
+        drawn, left_out = table(seen, screen.width, top=top, columns=METRICS if top else None)
+        before, after = ("", "") if quiet else summary(seen, left_out, top=top)
+        _print(screen, before, drawn, after)
     for kind, path in (("page", out), ("saved", save)):
         if path is not None:
             print(f"{kind}: {escaped(path.resolve())}", file=sys.stderr if as_json else sys.stdout)
@@ -222,7 +225,7 @@ def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) 
     if image is not None:
         return image, image.name
     if texts is not None:
-        return TextFile(texts), _name(texts)
+        return TextFile(texts), Path(os.path.realpath(texts)).name
     if text is not None:
         if _is_text(text):
             return text, f"“{shorten(text, 60, placeholder='…')}”"
@@ -246,17 +249,6 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _name(path: Path) -> str:
-    return Path(os.path.realpath(path)).name
-
-
-def _show(seen: Look, top: int | None, quiet: bool) -> None:
-    screen = console()
-    drawn, left_out = table(seen, screen.width, top=top, columns=METRICS if top else None)
-    before, after = ("", "") if quiet else summary(seen, left_out, top=top)
-    _print(screen, before, drawn, after)
-
-
 def _print(console: Console, before: str, drawn: Table, after: str) -> None:
     with paged(console, drawn.row_count + before.count("\n") + after.count("\n") + 8):
         for part in (before, drawn, after):
@@ -277,9 +269,8 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
         changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
         drawn, left_out = fit_table(changes, screen.width, format_difference)
         before = f"A: {names[0]}\nB: {names[1]}\nB − A of every metric:"
-        after = (
-            [f"{alone} heads are in only one of the two results and are omitted."] if alone else []
-        )
+        omitted = f"{alone} heads are in only one of the two results and are omitted."
+        after = [omitted] if alone else []
         if left_out:
             after.append(f"Omitted columns: {'; '.join(left_out)} (see --json).")
         _print(screen, before, drawn, "\n".join(after))

@@ -85,19 +85,14 @@ def ignore_broken_pipe() -> Iterator[None]:
         os.close(nothing)
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of `--dtype`, or raise `LookError`."""
     if name not in DTYPES:
         raise LookError(f"--dtype must be one of {', '.join(DTYPES)}, got {name}")
-    return DTYPES[name]
+    return getattr(torch, name)
 
 
 def device_of(name: str) -> str:

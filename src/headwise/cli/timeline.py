@@ -141,10 +141,8 @@ def _document(runs: list[Timeline]) -> dict[str, Any]:
         return runs[0].document()
     a, b, left_out = matched(*runs)
     step, rows = differences(a, b)
-    return {
-        **{"a": a.document(), "b": b.document(), "left_out": left_out},
-        **{"step": step, "differences": rows},
-    }
+    both = {"a": a.document(), "b": b.document(), "left_out": left_out}
+    return both | {"step": step, "differences": rows}
 
 
 def _summary(runs: list[Timeline]) -> str:

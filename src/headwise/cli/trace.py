@@ -93,10 +93,8 @@ def trace(
     if as_json:
         print(json.dumps(finite(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        heads = [
-            f"{head_label(row['layer'], row['head'])} {row['copying']:.0%}"
-            for row in found["retrieval"]
-        ]
+        rows = traced.retrieval
+        heads = [f"{head_label(r['layer'], r['head'])} {r['copying']:.0%}" for r in rows]
         places = [f"{escaped(row['token'])!r} ({row['key']})" for row in found["strongest"]]
         print(f"generated        {escaped(found['text'])}")
         print(f"retrieval heads  {', '.join(heads) or 'none'}")

@@ -146,7 +146,6 @@ def _split(module: Sections, state: dict[str, Any], prefix: str, *_: Any) -> Non
         for section, part in zip(module.rows, parts, strict=True):
             own = module.get_parameter(f"{section}{kind}")
             if isinstance(own, DTensor) and not isinstance(part, DTensor):
-                part = distribute_tensor(
-                    part.to(own.device), own.device_mesh, own.placements, src_data_rank=None
-                )
+                where = own.device_mesh, own.placements
+                part = distribute_tensor(part.to(own.device), *where, src_data_rank=None)
             state[f"{prefix}{section}{kind}"] = part

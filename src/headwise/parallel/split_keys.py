@@ -101,16 +101,9 @@ def observe_split_keys(
     the chain rule.
     """
     own = [_on_own_keys(statistic, first_key) for statistic in statistics]
-    seen = observe(
-        q,
-        k,
-        v,
-        *(statistic for statistic in own if statistic is not None),
-        mask=mask,
-        first_query=first_query - first_key,
-        gradients=False,
-        **keywords,
-    )
+    some = [statistic for statistic in own if statistic is not None]
+    first = first_query - first_key
+    seen = observe(q, k, v, *some, mask=mask, first_query=first, gradients=False, **keywords)
     return _merged(seen, list(zip(statistics, own, strict=True)), sinks, mesh)
 
 
@@ -132,9 +125,8 @@ def _on_own_keys(statistic: Statistic, first_key: int) -> Statistic | None:
         mergeable = not (statistic.spread or statistic.absolute)
     if not mergeable:
         raise ValueError(
-            f"observe_split_keys(…, {format_value(statistic)}): the statistic does not merge "
-            f"over ranks with different "
-            f"keys; gather the keys (hw.parallel.attend), or omit it."
+            f"observe_split_keys(…, {format_value(statistic)}): the statistic does not merge over "
+            f"ranks with different keys; gather the keys (hw.parallel.attend), or omit it."
         )
     return statistic
 

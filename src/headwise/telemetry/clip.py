@@ -236,10 +236,8 @@ class _WeightsFinder:
         except AttributeError:
             pass
         if self._bare is None:
-            self._bare = {
-                bare_name(n): innermost(m)
-                for n, m in self.model.named_modules(remove_duplicate=False)
-            }
+            named = self.model.named_modules(remove_duplicate=False)
+            self._bare = {bare_name(name): innermost(module) for name, module in named}
         if (bare := bare_name(name)) not in self._bare:
             raise ValueError(f"{self.call}: the model has no module {name!r}.")
         return self._bare[bare]
@@ -272,9 +270,7 @@ class _WeightsFinder:
             if owner is module or own <= {id(parameters[n]) for n in projections.own}:
                 _check_norms(owner, at)
                 _check_weights(projections, parameters, at)
-                if known is None and any(
-                    map(_over_ranks, (parameters[n] for n in projections.queries))
-                ):
+                if known is None and any(_over_ranks(parameters[n]) for n in projections.queries):
                     raise ValueError(
                         f"{at}: its weights are sharded and its number of heads is unknown; the "
                         f"captured heads may not be all of them."
@@ -287,17 +283,13 @@ class _WeightsFinder:
 
     def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_ClippedWeights, slice]:
         """Return the weights of a module with a known head shard."""
+        parameters, gamma = dict(module.named_parameters()), torch.ones(heads, dtype=torch.float64)
         try:
-            projections, parameters = (
-                module.head_shard.projections(module),
-                dict(module.named_parameters()),
-            )
+            projections = module.head_shard.projections(module)
         except ValueError as error:
             raise ValueError(f"{at}: {error}.") from None
         _check_weights(projections, parameters, at)
-        return _ClippedWeights(
-            projections, parameters, torch.ones(heads, dtype=torch.float64)
-        ), slice(0, heads)
+        return _ClippedWeights(projections, parameters, gamma), slice(0, heads)
 
 
 def _over_ranks(parameter: Tensor) -> bool:

@@ -119,10 +119,8 @@ class HeadMetrics:
         """The standard errors of sampled means `[N]`: 0 for exact means, NaN if missing."""
         if self.kind == MAXIMUM:
             return np.full(self.data.shape[1], np.nan)
-        present = self.present
-        return np.where(
-            present, np.sqrt(self.data[3]) / np.where(present, self.data[0], 1.0), np.nan
-        )
+        counts = np.where(self.present, self.data[0], 1.0)
+        return np.where(self.present, np.sqrt(self.data[3]) / counts, np.nan)
 
     def wide(self, heads: int) -> HeadMetrics:
         """Return the same metrics, with missing values for the heads of later layers."""

@@ -242,10 +242,9 @@ class StepCapture:
         results = []
         for statistics, queries in looks:
             if statistics.each:
-                looking = (
-                    _ALL if queries is None else ObserveOptions(queries, self._draw(call.name))
-                )
-                some = every if queries is None else queries
+                some, looking = every, _ALL
+                if queries is not None:
+                    some, looking = queries, ObserveOptions(queries, self._draw(call.name))
                 readings = self._bundles.observe(call, statistics, looking)
                 results.append((readings, batch * some, batch * every))
         return results
@@ -311,10 +310,8 @@ class StepCapture:
         for (statistic, places, reading), block in zip(collected, sums, strict=True):
             if block is None:
                 if (text := repr(statistic)) not in self._no_numbers:
-                    message = (
-                        f"{text} does not give one number per query or head and is not recorded"
-                    )
-                    self._warn(message, text)
+                    what = "one number per query or head"
+                    self._warn(f"{text} does not give {what} and is not recorded", text)
                     self._no_numbers[text] = None
                 continue
             sampled = reading.sampled and reading.whole is None and reading.every is None

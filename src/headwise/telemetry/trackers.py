@@ -20,7 +20,7 @@ class Tracker(Protocol):
 
     def __call__(
         self, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
-    ) -> None:
+    ) -> object:
         """Log `scalars` (a number per layer, by tag), `heads` (the values of all heads) and the
         texts of `alarms`."""
 
@@ -37,18 +37,15 @@ def as_tracker(given: Any) -> Tracker:
         return partial(_tensorboard, given)
     if hasattr(given, "define_metric") and hasattr(given, "log"):
         return _wandb(given)
-    if (type(given).__module__ or "").partition(".")[0] == "trackio" or _is(given, "trackio"):
+    module = given.__name__ if isinstance(given, ModuleType) else type(given).__module__ or ""
+    if module.partition(".")[0] == "trackio":
         return partial(_trackio, given)
     if callable(given) and not inspect.isclass(given):
-        return partial(_function, given)
+        return lambda step, scalars, heads, alarms: given(scalars, step=step)
     raise ValueError(
         f"trackers=[{type(given).__name__}]: pass a TensorBoard SummaryWriter, a run of W&B or "
         f"trackio, or a function with the signature of mlflow.log_metrics(numbers, step=…)."
     )
-
-
-def _is(given: Any, name: str) -> bool:
-    return isinstance(given, ModuleType) and given.__name__ == name
 
 
 def logged(
@@ -99,12 +96,6 @@ def _trackio(
     run: Any, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
 ) -> None:
     run.log({**scalars, **_histograms("trackio", heads)}, step=step)
-
-
-def _function(
-    function: Any, step: int, scalars: dict[str, float], heads: dict[str, Array], alarms: list[str]
-) -> None:
-    function(scalars, step=step)
 
 
 def _histograms(package: str, heads: dict[str, Array]) -> dict[str, Any]:

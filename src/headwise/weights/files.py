@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -315,10 +315,5 @@ def _write(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in tensors(planned):
-            _write_bytes(file, tensor)
-
-
-def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
-    if tensor.numel():
-        file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        for tensor in filter(Tensor.numel, tensors(planned)):
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
