@@ -1,4 +1,4 @@
-"""`ablate(model, heads)`: heads that give nothing, or nothing about the text, while it lasts."""
+"""`ablate(model, heads)`: replace the outputs of heads by zeros, means or other texts' outputs."""
 
 from __future__ import annotations
 
@@ -34,32 +34,31 @@ def ablate(
     reference: AblationReference | None = None,
     seed: int = 0,
 ) -> Iterator[None]:
-    """Take heads out of a model while this lasts: their outputs before the output projection.
+    """Ablate heads in a `with` block: replace their outputs before the output projection.
 
-    The other heads' outputs stay bit for bit what they are; what comes after sees what is left.
-    Gradients flow through that, and none through the heads that are out: backward belongs inside
-    the `with` where activations are checkpointed, as the model runs again then.
+    The outputs of the other heads keep their bits; later layers see the changed hidden states.
+    Gradients do not flow through ablated heads. With activation checkpointing, call `backward()`
+    inside the `with` block too, because the model is then recomputed.
 
     Args:
-        model: any model that `watch()` sees.
-        heads: which heads, as addresses: `"L2H9"`, `(2, 9)`, `("transformer.h.2.attn", 9)` or
+        model: any model that `watch()` supports.
+        heads: the heads, as addresses: `"L2H9"`, `(2, 9)`, `("transformer.h.2.attn", 9)` or
             `"transformer.h.2.attn:9"`, one or several; or a dict of layers and the numbers of their
             heads. Layers are numbers as in tables, qualified names of modules, or patterns such as
-            `"transformer.h.*.attn"`; all count from 0.
-        how: what takes their place. `"zero"`: 0 (Michel et al. 2019, Voita et al. 2019). `"mean"`:
-            the head's mean output, which keeps what it gives to every text alike (Wang et al.
-            2022): over batch and valid queries of the reference, or of the call itself.
-            `"resample"`: what the head gave at the same positions in another text (Chan et al.
-            2022): a row of the reference, or another row of the call's batch, drawn for each row.
-            All modules draw alike in a forward pass, so that their heads come from one text.
-        reference: what `ablation_reference()` kept of other texts.
-        seed: of the draw; PyTorch's own random numbers are not touched.
+            `"transformer.h.*.attn"`. Numbers start at 0.
+        how: the replacement. `"zero"`: 0 (Michel et al. 2019, Voita et al. 2019). `"mean"`: the
+            head's mean output over batch and valid queries of the reference, or else of the call,
+            which keeps what is common to all texts (Wang et al. 2022). `"resample"`: the head's
+            output at the same positions in another text (Chan et al. 2022): a row of the reference,
+            or another row of the batch, sampled for each row. All modules sample the same texts in
+            a forward pass.
+        reference: the result of `ablation_reference()` for other texts.
+        seed: the seed of the samples; PyTorch's global generator is not used.
 
     Raises:
-        ValueError: heads that are no addresses; a module that the model has not, or a head that the
-            module has not (then when it is called), with those there are; on exit, a module that
-            did not attend meanwhile; a reference that does not fit; a batch of one to resample
-            from.
+        ValueError: an invalid address; a module or head that does not exist (for heads, when the
+            module is called); on exit, a module that did not attend; a reference that does not fit;
+            resampling from a batch of one.
 
     >>> import headwise as hw
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
@@ -77,8 +76,8 @@ def ablate(
         raise ValueError(f"{quote}: zeros need no reference; leave it out.")
     if not isinstance(reference, AblationReference | None):
         raise ValueError(
-            f"{quote}: reference must be what ablation_reference(…) gives, and "
-            f"{type(reference).__name__} is not."
+            f"{quote}: reference must be the result of ablation_reference(…), got "
+            f"{type(reference).__name__}."
         )
     requested = heads_by_layer(model, heads, quote)
     without = (Replace(0.0) if how == "zero" else _Ablation(how, reference, seed),)
@@ -105,7 +104,7 @@ class _Ablation(Edit):
 
 
 def _mean(call: AttentionCall, index: Tensor, reference: AblationReference | None) -> Tensor:
-    """`[1, h, 1, Dv]`."""
+    """Return the mean outputs of some heads, `[1, h, 1, Dv]`."""
     if reference is None:
         reference = AblationReference()
         reference.take(call)
@@ -117,7 +116,7 @@ def _mean(call: AttentionCall, index: Tensor, reference: AblationReference | Non
 def _resampled(
     call: AttentionCall, index: Tensor, reference: AblationReference | None, seed: int
 ) -> Tensor:
-    """`[B, h, T, Dv]`."""
+    """Return the resampled outputs of some heads, `[B, h, T, Dv]`."""
     out = call.out.detach()
     if reference is not None:
         outs, valid = reference.rows(call.name, out.shape[2])
@@ -133,7 +132,7 @@ def _resampled(
 
 
 def _check_fit(call: AttentionCall, shape: torch.Size) -> None:
-    """`shape` is `[H, Dv]` of the reference."""
+    """Raise ValueError if `shape`, `[H, Dv]` of the reference, differs from the call's."""
     here = call.out.shape[1::2]
     if shape != here:
         raise ValueError(
@@ -143,7 +142,7 @@ def _check_fit(call: AttentionCall, shape: torch.Size) -> None:
 
 
 def heads_by_layer(model: nn.Module, heads: Heads, quote: str) -> dict[Layer, tuple[int, ...]]:
-    """Return the numbers of the heads of each layer that is given, all names checked."""
+    """Return the numbers of the given heads by layer; raise ValueError for unknown names."""
     try:
         given = _by_layer(heads)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`attention_of()`: the attention weights of chosen heads, as the matrix that people know."""
+"""`attention_of()`: the attention weights of selected heads as a matrix."""
 
 from __future__ import annotations
 
@@ -36,31 +36,30 @@ def attention_of(
     *,
     nth: int | None = None,
 ) -> Float[Tensor, "B *h T S"]:
-    """Run a model and give the attention weights of one of its layers, exactly.
+    """Run a model and return the exact attention weights of one of its layers.
 
-    Each entry is `exp(s_ij − lse_i)` of the model's own queries and keys, whatever kernel it runs
-    on. The model is not edited and its mode is kept: in training, weights are those before dropout.
-    For long texts take `Map(n)` or `TopKeys(k)` in `watch()`, which never build this matrix.
+    Each entry is `exp(s_ij − lse_i)` of the model's own queries and keys, for any kernel. The model
+    and its mode do not change; in training, weights are those before dropout. For long texts, use
+    `Map(n)` or `TopKeys(k)` with `watch()`, which never build this matrix.
 
     Args:
-        model: any module that `watch()` sees.
-        inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
-            of arguments, or the only argument.
+        model: any module that `watch()` supports.
+        inputs: the inputs of the model: a dict of keywords (the output of a tokenizer), a tuple or
+            list of arguments, or a single argument.
         layer: the module that attends, by the number of the layer (1 or `"L1"`, as in tables) or
             by its qualified name; or one head, such as `"L1H0"`, `(1, 0)` or `"layers.1.attn:0"`.
-        head: its number, from 0, or several; without, all heads, or that of the address.
-        nth: which call of a module that is called more than once, from 0; without, all of them.
+        head: the number of a head, from 0, or several. Default: all heads, or that of the address.
+        nth: the index of one call of a module that is called more than once. Default: all calls.
 
     Returns:
-        Weights in float32 (float64 for a model in float64), without a graph: of one head
-        `[B, T, S]`, of several `[B, h, T, S]`. Rows sum to 1, less what a learned sink takes; a
-        query that may attend to nothing, padding too, has a row of zeros. Of a module that is
-        called more than once, calls of equal shape follow each other in the batch.
+        Weights in float32 (float64 for a model in float64), without a graph: `[B, T, S]` for one
+        head, `[B, h, T, S]` for several. Rows sum to 1 minus the weight of a learned sink; queries
+        without a visible key, such as padding, have a row of zeros. If a module is called more than
+        once, calls of equal shape are concatenated along the batch.
 
     Raises:
-        ValueError: a layer that did not attend, with those that did, or that was left out, with
-            the reason; a head that it has not; more than a gigabyte of weights; calls of different
-            shapes, with their numbers.
+        ValueError: the layer did not attend (the message lists those that did) or was left out; the
+            head does not exist; the weights exceed a gigabyte; calls have different shapes.
 
     >>> import headwise as hw
     >>> from headwise.models import builtin, load
@@ -72,8 +71,8 @@ def attention_of(
 
     Source: Vaswani et al. 2017, §3.2.1.
     """
-    call_said = f"…, layer={layer!r}, head={head!r}"
-    quote = check_model("attention_of", model).replace("…", call_said)
+    arguments = f"…, layer={layer!r}, head={head!r}"
+    quote = check_model("attention_of", model).replace("…", arguments)
     if nth is not None and as_int(nth) is None:
         raise ValueError(f"{quote}: nth={nth!r} must be the number of a call, from 0.")
     wanted, head = _parse(model, layer, head, quote)
@@ -100,8 +99,8 @@ def attention_of(
         if size > MOST_BYTES:
             raise ValueError(
                 f"{quote}: {len(chosen)} heads × {call.queries} queries × {call.keys} keys are "
-                f"{size / 2**30:.1f} GiB; ask for fewer heads or a shorter text, or watch with "
-                f"Map(n) or TopKeys(k)."
+                f"{size / 2**30:.1f} GiB; use fewer heads or a shorter text, or watch with Map(n) "
+                f"or TopKeys(k)."
             )
         weights = call.observe([_Weights(tuple(chosen))], ObserveOptions())["weights"].values
         call.on_complete(lambda _: found.update({number: weights}))
@@ -129,7 +128,7 @@ def attention_of(
 
 
 def _parse(model: nn.Module, layer: Any, head: Any, quote: str) -> tuple[Layer, Any]:
-    """Return the layer, and the head or heads of it, that are meant."""
+    """Return the layer and its head or heads from the arguments."""
     try:
         if isinstance(layer, str) and any(as_written(layer) == n for n in names_of(model).values()):
             return as_written(layer), head

@@ -1,8 +1,8 @@
-"""Small calls of a model that are alike, observed as one call that has the heads of all.
+"""Observe small calls of equal form together, as one call with the heads of all.
 
-The kernel takes less time for a small call than Python takes to describe it. So where a call of
-the same form was observed before, its queries and keys are copied, and read with those of other
-layers: when somebody asks for them, at the end of a watch, or when many have come together.
+For a small call, the kernel takes less time than the Python code around it. If a call of the same
+form was observed before, its queries and keys are therefore copied, and observed together with
+those of other layers: on first access, at the end of a watch, or when enough calls are collected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..stats.statistic import Statistics
 from .call import AttentionCall, ObserveOptions
 
 LARGEST = 1 << 16
-"""The most numbers in the queries and keys of a call that is observed with others."""
+"""The maximum number of elements in queries and keys of a call that is observed with others."""
 
 _OBSERVED: BoundedCache[Hashable, bool] = BoundedCache()
-"""By form: True if a one-pass backend reads such calls as they are."""
+"""By form: True if a one-pass backend supports such calls directly."""
 
 
 class Bundles:
-    """Observes calls: those that are small and alike together."""
+    """Observe calls, small ones of equal form together."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, Bundle] = {}
@@ -39,7 +39,7 @@ class Bundles:
     def observe(
         self, call: AttentionCall, statistics: Statistics, looking: ObserveOptions
     ) -> Mapping[str, Reading]:
-        """Return `call.observe(statistics, looking)`, worked out now or later."""
+        """Return `call.observe(statistics, looking)`, computed now or on first access."""
         form = _form(call, statistics, looking)
         if form is None or not _OBSERVED.get(form):
             found = call.observe(statistics, looking)
@@ -53,14 +53,14 @@ class Bundles:
         return bundle.add(call)
 
     def close(self) -> None:
-        """Observe all calls that wait, of which nothing but the statistics is kept then."""
+        """Observe all pending calls and free their tensors."""
         for bundle in self._open.values():
             _ = bundle.readings
         self._open.clear()
 
 
 def _form(call: AttentionCall, statistics: Statistics, looking: ObserveOptions) -> Hashable:
-    """Return what is equal in calls that may be observed as one; `None` of one that may not."""
+    """Return a key that is equal for calls that may be observed together, or `None`."""
     q, k, keywords = call.q, call.k, call.keywords
     mask = keywords.get("mask")
     if looking.queries is not None or looking.gradients or not isinstance(mask, Mask):
@@ -88,11 +88,11 @@ class Bundle:
 
     @property
     def full(self) -> bool:
-        """Return True if no call may be added any more."""
+        """True if no more calls can be added."""
         return self._readings is not None or self._numbers > TOGETHER
 
     def add(self, call: AttentionCall) -> BundledCall:
-        """Copy what the statistics read of a call."""
+        """Copy the tensors of a call that the statistics read."""
         given = (call.q, call.k, call.out) if self.statistics.of_output else (call.q, call.k)
         first = len(self._tensors) * self.heads
         self._tensors.append(tuple([x.detach().clone() for x in given]))
@@ -106,15 +106,15 @@ class Bundle:
             with no_graph():
                 q, k, *out = (torch.cat(each, 1) for each in zip(*self._tensors, strict=True))
                 call = Call.of(q, k, k, function="observe", **self._keywords)
-                made = out[0] if out else False
-                _, found = read(call, self.statistics, output=made, gradients=False, strict=False)
+                whole = out[0] if out else False
+                _, found = read(call, self.statistics, output=whole, gradients=False, strict=False)
             self._readings = found.let_go()
             self._tensors.clear()
         return self._readings
 
 
 class BundledCall(Mapping[str, Reading]):
-    """The readings of some heads of a bundle: those of a call, or of several side by side."""
+    """The readings of some heads of a bundle: those of one call or of several consecutive calls."""
 
     def __init__(self, bundle: Bundle, heads: slice) -> None:
         self.bundle, self.heads = bundle, heads
@@ -137,17 +137,16 @@ class BundledCall(Mapping[str, Reading]):
         return len(self.bundle.statistics.owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what copies take along: the readings, and no graph."""
+        """Copy and pickle the readings without a graph."""
         return dict, ({name: reading.detached() for name, reading in self.items()},)
 
 
 def together(
     each: Sequence[Sequence[Mapping[str, Reading]]],
 ) -> Iterator[tuple[list[int], Sequence[Mapping[str, Reading]]]]:
-    """Yield the calls of modules that were observed alike, as those of a module with all heads.
+    """Yield the indices of modules observed in the same form, and their calls, joined along heads.
 
-    Before them come the places of these modules. What is read of many layers takes as few
-    operations so as of a single one.
+    Reductions over many layers then take as few operations as over a single one.
     """
     if len(each) == 1:
         yield [0], each[0]
@@ -165,14 +164,14 @@ def together(
 
 
 def _form_of(readings: Mapping[str, Reading]) -> object | None:
-    """Return what is equal in readings that can be joined; `None` of those that cannot be."""
+    """Return a key that is equal for readings that can be joined, or `None`."""
     if isinstance(readings, BundledCall):
         return readings.bundle
     return readings.form if isinstance(readings, Readings) else None
 
 
 def _beside(parts: Sequence[Any]) -> Mapping[str, Reading] | None:
-    """Return readings of one form as one; `None` of parts that do not follow each other."""
+    """Join readings of one form; return `None` if they are not consecutive."""
     first, *others = parts
     if not isinstance(first, BundledCall):
         return first.beside(*others)

@@ -42,16 +42,15 @@ def _not_called() -> str:
 class Watched(HeadTable):
     """The statistics of a watched model: `seen[module name]`, and `table()` over all modules.
 
-    Iterating gives the modules' names, as of a dict.
-    What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
-    Modules stand in the order of their first calls.
+    Iteration yields the names of modules, like a dict, in the order of their first calls. Results
+    of several texts or ranks can be added: `seen + other`, or `sum(...)`.
 
-    `left_out` says of modules that attended, or seem to, why not all of that could be seen;
-    `unavailable` has the reasons why heads lack metrics.
+    `left_out` has the reasons why attention of modules was not captured completely; `unavailable`
+    has the reasons why heads lack metrics.
 
     Args:
-        running: add calls up as they come (`Running`) in place of keeping each one.
-        why: says, for errors, why nothing was seen when nothing was.
+        running: accumulate over calls (`Running`) instead of keeping each one.
+        why: returns the reason for errors if nothing was captured.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -82,16 +81,16 @@ class Watched(HeadTable):
         lost: bool = False,
         streams: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """Keep what a call of `module` gave.
+        """Add the readings of a call of `module`.
 
         Args:
-            first_head: the number of the first of these heads in its layer.
-            queries: how many were looked at, and how many there are, where that is known.
-            lost: the call had a graph, and these were taken without.
-            streams: the ranges of streams of tokens that attend together, by name.
+            first_head: the index of the first of these heads in its layer.
+            queries: the numbers of observed queries and of all queries, if known.
+            lost: True if the call had a graph and the readings have none.
+            streams: the ranges of streams of tokens that attend jointly, by name.
 
         Raises:
-            ValueError: other heads or statistics than its calls before.
+            ValueError: heads or statistics differ from those of earlier calls.
         """
         kept = self._modules.get(module)
         if kept is None:
@@ -141,9 +140,9 @@ class Watched(HeadTable):
         return f"<Watched: {count}, {heads} heads{out}; {', '.join(names) or 'no figures'}>"
 
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
-        """A row per (layer, head): `layer`, `head`, `module`, `calls`, and a number per statistic.
+        """Return a row per (layer, head): `layer`, `head`, `module`, `calls`, and each metric.
 
-        `layer` is the place of the module among all that attend, in the order of their first calls.
+        `layer` is the index of the module among all that attend, in the order of their first calls.
 
         `queries` is the number of observed queries of `of_queries` in all, over calls and batch,
         padding included. Means are over calls, batch and valid queries; `max_logit` is the maximum
@@ -153,13 +152,13 @@ class Watched(HeadTable):
         that are unknown for its head (NaN in tensors); `unavailable` has the reasons.
 
         Args:
-            texts: every batch row of every call is a text of its own, and `<name>_se` is the
+            texts: treat every batch row of every call as a separate text; `<name>_se` is then the
                 standard error of the mean over texts: with `n_u` valid queries of mean `m_u` in
-                text u of U, `√(U / (U − 1) · Σ n_u² (m_u − m)²) / Σ n_u`. From two texts on.
+                text u of U, `√(U / (U − 1) · Σ n_u² (m_u − m)²) / Σ n_u`. For two texts or more.
 
         Raises:
-            ValueError: nothing was seen; the message says why. `texts` that is neither True nor
-                False.
+            ValueError: nothing was captured, for the reason in the message; `texts` is neither True
+                nor False.
         """
         check_texts(texts)
         self.must_not_be_empty()
@@ -207,7 +206,7 @@ class Watched(HeadTable):
         return {name: reasons for name, reasons in found.items() if reasons}
 
     def to_pandas(self, texts: bool = False) -> DataFrame:
-        """`table()` as a pandas `DataFrame`, a row per (layer, head); NaN where a row omits one.
+        """Return `table()` as a pandas `DataFrame`, with NaN for omitted metrics.
 
         Raises:
             ImportError: pandas is not installed.
@@ -216,11 +215,11 @@ class Watched(HeadTable):
         return frame_of("seen", lambda: self.table(texts))
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to one safetensors file, which `Watched.load` reads; whole or not at all.
+        """Write the result to one safetensors file, for `Watched.load`; atomically.
 
         Raises:
-            OSError: a folder that there is not, or a path that is one.
-            ValueError: a name that ends as files of another format do, such as `.csv`.
+            OSError: the folder does not exist, or the path is a folder.
+            ValueError: the suffix is that of another format, such as `.csv`.
         """
         path = Path(path)
         check_suffix(
@@ -236,11 +235,11 @@ class Watched(HeadTable):
 
     @classmethod
     def load(cls, path: str | Path) -> Watched:
-        """Read a file that `save` wrote, bit for bit, onto the CPU.
+        """Read a file written by `save`, bit for bit, onto the CPU.
 
         Raises:
-            OSError: there is no such file, or it is a folder.
-            ValueError: a file that `save` did not write, or that is damaged.
+            OSError: the file does not exist, or is a folder.
+            ValueError: the file was not written by `save`, or is damaged.
 
         >>> import headwise as hw, tempfile
         >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -273,8 +272,7 @@ class Watched(HeadTable):
         """Return the union of two results; neither changes. Modules in both are joined by call.
 
         Raises:
-            ValueError: a module had other heads or statistics in the other; one of them is
-                running and the other keeps every call.
+            ValueError: heads or statistics of a module differ, or only one result is running.
         """
         if not isinstance(other, Watched):
             return NotImplemented
@@ -309,19 +307,19 @@ class Watched(HeadTable):
         return self.__dict__ | {"_why": _not_called}  # why may hold on to the whole model
 
     def must_not_be_empty(self) -> None:
-        """Raise ValueError, which says why, where nothing was seen."""
+        """Raise ValueError with the reason if nothing was captured."""
         if not self._modules:
             raise ValueError(f"no attention was seen: {self._why()}")
 
 
 class WatchedModule:
-    """The calls of one attention module: each on its own in `calls`, or all in one `running`.
+    """The calls of one attention module: separate in `calls`, or accumulated in `running`.
 
-    Where streams of tokens attend together (text and image in Flux, SD3 and Qwen-Image), `streams`
-    has the positions `(start, stop)` of each by its name, for `Segments`. They are known where each
-    stream has an output projection of its own and where they are the same in all calls; else
-    `streams` is empty. If neither projection is named after the text, the names are those of the
-    projections. `registers` are the tokens that no projection reads.
+    If streams of tokens attend jointly (text and image in Flux, SD3 and Qwen-Image), `streams` has
+    the positions `(start, stop)` of each by its name, for `Segments`. They are known if each stream
+    has its own output projection and if they are the same in all calls; otherwise `streams` is
+    empty. If neither projection is named after the text, the names are those of the projections.
+    `registers` are the tokens that no projection reads.
     """
 
     def __init__(self, name: str, running: bool = False) -> None:
@@ -348,12 +346,12 @@ class WatchedModule:
         first_head: int = 0,
         queries: tuple[int, int] | None = None,
     ) -> None:
-        """Keep a call's statistics, and nothing else of it.
+        """Add the statistics of a call.
 
         Raises:
-            ValueError: other heads or statistics than the calls before.
+            ValueError: heads or statistics differ from those of earlier calls.
         """
-        names = tuple(iter(readings))  # whose number is worked out only by listing them
+        names = tuple(iter(readings))  # without len(), which would list them first
         if self.heads:
             self._must_continue(heads, names, first_head)
         else:
@@ -366,7 +364,7 @@ class WatchedModule:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The names of what was observed."""
+        """The names of the observed statistics."""
         if self.running is not None:
             return self.running.names
         return self._names
@@ -388,7 +386,7 @@ class WatchedModule:
             )
 
     def __add__(self, other: WatchedModule) -> WatchedModule:
-        """The calls of both; neither changes."""
+        """Return the calls of both; neither changes."""
         self._must_continue(other.heads, other.statistics, other.first_head)
         total = WatchedModule(self.name)
         total.heads, total.first_head = other.heads, other.first_head
@@ -401,13 +399,13 @@ class WatchedModule:
         return total
 
     def __getitem__(self, statistic: str) -> Tensor:
-        """A statistic's tensor; of several calls of equal shape, one after another in the batch.
+        """Return a statistic's tensor; calls of equal shape are concatenated along the batch.
 
-        Of a running watch, what `Running` gives: `[H]`, or `[B, H, S]` of sums per key.
+        For a running watch, the result of `Running`: `[H]`, or `[B, H, S]` for sums per key.
 
         Raises:
-            KeyError: nothing of that name was observed.
-            ValueError: calls of different shapes, which `calls` holds one by one.
+            KeyError: the statistic was not observed.
+            ValueError: calls have different shapes; use `calls` instead.
         """
         self._must_have(statistic)
         if self.running is not None:
@@ -432,7 +430,7 @@ class WatchedModule:
         """Return True if the maximum of a statistic is that of sampled queries: a lower bound.
 
         Raises:
-            KeyError: nothing of that name was observed.
+            KeyError: the statistic was not observed.
         """
         if self.running is not None:
             return self.running.sampled(statistic)
@@ -440,12 +438,12 @@ class WatchedModule:
         return any(call[statistic].largest and call[statistic].sampled for call in self.calls)
 
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
-        """A row per head."""
+        """Return a row per head."""
         check_texts(texts)
         return self.rows(self.figures(texts))
 
     def rows(self, figures: dict[str, HeadSummary | None]) -> list[dict[str, Any]]:
-        """Return a row per head of these metrics of the module."""
+        """Return a row per head with these metrics."""
         calls = len(self.calls) if self.running is None else self.running.calls
         counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
         return [
@@ -461,7 +459,7 @@ class WatchedModule:
         ]
 
     def figures(self, texts: bool = False) -> dict[str, HeadSummary | None]:
-        """Return each metric in a number per head; `None` of maps."""
+        """Return each metric as a number per head; `None` for maps."""
         if self.running is not None:
             return self.running.summaries(texts)
         return {n: summarise([call[n] for call in self.calls], texts) for n in self.statistics}
@@ -472,7 +470,7 @@ class WatchedModule:
         return unavailable(self.figures(), self.first_head)
 
     def state(self) -> dict[str, Any]:
-        """All of it as plain values and tensors."""
+        """Return the result as plain values and tensors."""
         calls = [
             {name: _state_of(reading) for name, reading in call.items()} for call in self.calls
         ]
@@ -492,30 +490,30 @@ class WatchedModule:
         """Return the result from its `state()`.
 
         Raises:
-            KeyError, TypeError, AttributeError: something that `state()` does not give.
-            ValueError: figures of other heads.
+            KeyError, TypeError, AttributeError: the state is invalid.
+            ValueError: statistics have other heads.
         """
-        made = cls(state["name"])
+        result = cls(state["name"])
         for call in state["calls"]:
             readings = {name: _reading_of(saved) for name, saved in call.items()}
             for reading in readings.values():
                 _check_reading(reading, state["heads"])
-            made.add(readings, state["heads"])
-        made.heads, made.first_head = state["heads"], int(state.get("first_head", 0))
+            result.add(readings, state["heads"])
+        result.heads, result.first_head = state["heads"], int(state.get("first_head", 0))
         streams = state.get("streams", {}).items()
-        made.streams = {str(name): (int(start), int(stop)) for name, (start, stop) in streams}
+        result.streams = {str(name): (int(start), int(stop)) for name, (start, stop) in streams}
         counts = state.get("queries")  # older files have none
-        made.queries = None if counts is None else (int(counts[0]), int(counts[1]))
+        result.queries = None if counts is None else (int(counts[0]), int(counts[1]))
         if state["running"] is not None:
-            made.running = Running.of_state(state["running"])
-            if made.running.heads != made.heads:
-                raise ValueError(f"figures of other heads than {made.heads}")
-            made.running.table(texts=True)  # raises where its parts do not fit each other
-        return made
+            result.running = Running.of_state(state["running"])
+            if result.running.heads != result.heads:
+                raise ValueError(f"figures of other heads than {result.heads}")
+            result.running.table(texts=True)  # raises if its parts are inconsistent
+        return result
 
 
 def _state_of(reading: Reading) -> dict[str, Any]:
-    """A reading as plain values and tensors."""
+    """Return a reading as plain values and tensors."""
     reading = reading.detached()
     return vars(reading) | {"whole": None if reading.whole is None else vars(reading.whole)}
 
@@ -528,11 +526,11 @@ def _reading_of(state: dict[str, Any]) -> Reading:
 
 
 def _check_reading(reading: Reading, heads: int) -> None:
-    """Check that the tensors of a reading fit each other.
+    """Check that the tensors of a reading are consistent.
 
     Raises:
-        AttributeError, IndexError, RuntimeError: something that is no tensor, or of other sizes.
-        ValueError: figures of other heads, or of other dtypes.
+        AttributeError, IndexError, RuntimeError: a value is not a tensor, or has other sizes.
+        ValueError: statistics have other heads or dtypes.
     """
     if reading.values.shape[1] != heads:
         raise ValueError(f"figures of other heads than {heads}")
@@ -554,9 +552,9 @@ def _check_reading(reading: Reading, heads: int) -> None:
 
 
 _COUNTS = ("queries", "of_queries")
-"""The columns of how many queries were looked at, and how many there are."""
+"""The columns of the numbers of observed queries and of all queries."""
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The queries of two, unless of one of them it is not known."""
+    """Return the sums of the numbers of queries; `None` if one is unknown."""
     return None if one is None or other is None else (one[0] + other[0], one[1] + other[1])

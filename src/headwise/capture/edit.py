@@ -1,4 +1,4 @@
-"""`edit(model, edits)`: heads with other outputs, queries, keys, values or masks for a while."""
+"""`edit(model, edits)`: change outputs, queries, keys, values or masks of heads temporarily."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Positions = int | Sequence[int] | Tensor | None
 
 @dataclass(frozen=True)
 class EditedCall:
-    """The heads of a call that an edit changes: their numbers in it, and the number of the call."""
+    """The heads that an edit changes in a call: their indices, and the index of the call."""
 
     call: AttentionCall
     heads: tuple[int, ...]
@@ -52,9 +52,9 @@ class Edit(ABC):
     """A change of a head's output, queries, keys or values; subclasses define `change()`.
 
     Args:
-        at: what is changed: `"output"` (before the output projection), `"query"`, `"key"` or
+        at: the tensor to change: `"output"` (before the output projection), `"query"`, `"key"` or
             `"value"`.
-        positions: change these positions alone.
+        positions: change only these positions. Default: all.
     """
 
     at: At = "output"
@@ -66,10 +66,10 @@ class Edit(ABC):
 
     @abstractmethod
     def change(self, x: Float[Tensor, "B h N D"], place: EditedCall) -> Tensor:
-        """Return the heads' tensor as it is after the edit, or what broadcasts to that."""
+        """Return the heads' tensor after the edit, or a tensor that broadcasts to it."""
 
     def __call__(self, x: Float[Tensor, "B h N D"], place: EditedCall) -> Float[Tensor, "B h N D"]:
-        """Apply the edit at its positions; the other positions stay bit for bit."""
+        """Apply the edit at its positions; other positions keep their bits."""
         new = self.change(x, place)
         try:
             new = new.to(x).expand(x.shape)
@@ -136,11 +136,11 @@ class Shift(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Replace(Edit):
-    """Put a source in a head's place; no gradient flows through what was there.
+    """Replace a head's tensor by a source; no gradient flows through the original.
 
     Args:
-        source: a number, a vector `[D]`, a tensor that broadcasts to `[B, T, D]`, or anything that
-            has such a tensor for the address of each head, such as the result of `head_outputs()`.
+        source: a number, a vector `[D]`, a tensor that broadcasts to `[B, T, D]`, or a mapping
+            from addresses of heads to such tensors, such as the result of `head_outputs()`.
 
     >>> Replace(0.0).source
     0.0
@@ -164,19 +164,19 @@ class Replace(Edit):
 
 
 def _of_each(x: Tensor) -> Tensor:
-    """Return `[D]`, `[T, D]` or `[B, T, D]` with an axis of heads."""
+    """Add an axis of heads to `[B, T, D]`; return `[D]` and `[T, D]` unchanged."""
     return x if x.dim() < 3 else x.unsqueeze(-3)
 
 
 @dataclass(frozen=True, eq=False)
 class Knockout:
-    """Keep queries from attending to keys: these pairs of positions are masked, exactly.
+    """Mask pairs of queries and keys exactly.
 
-    The weights of the other keys of such a query are renormalized by the softmax; a query with no
-    key left gives 0.
+    The softmax renormalizes the weights of the remaining keys; a query without a remaining key
+    gives 0.
 
     Args:
-        queries, keys: positions; every query in the first and key in the second.
+        queries, keys: positions; all pairs of them are masked.
 
     >>> Knockout(queries=-1, keys=[0, 3]).keys
     [0, 3]
@@ -193,22 +193,22 @@ Edits = Edit | Knockout | Sequence[Edit | Knockout]
 
 @contextmanager
 def edit(model: nn.Module, edits: Mapping[HeadAddress | Layer, Edits]) -> Iterator[None]:
-    """Edit heads of a model while this lasts; other heads stay bit for bit what they are.
+    """Edit heads of a model in a `with` block; the outputs of other heads keep their bits.
 
-    Edits of outputs change what the output projection reads. Edits of queries, keys and values, and
-    knock-outs, compute the edited heads a second time, without dropout; keys and values are
-    changed for the head alone, where others share them. All of it is differentiable.
+    Edits of outputs change the input of the output projection. For edits of queries, keys and
+    values, and for knockouts, the edited heads are recomputed without dropout; keys and values that
+    heads share are changed only for the edited head. All edits are differentiable.
 
     Args:
-        model: any model that `watch()` sees.
-        edits: by address: a head such as `"L2H9"`, `(2, 9)` or `"transformer.h.2.attn:9"`, or a
-            layer for all its heads, such as `"L2"` or a pattern of modules' names. Several edits of
-            a head are made in order, those of queries, keys and values first.
+        model: any model that `watch()` supports.
+        edits: edits by address: a head such as `"L2H9"`, `(2, 9)` or `"transformer.h.2.attn:9"`, or
+            a layer for all its heads, such as `"L2"` or a pattern of module names. Several edits of
+            a head are applied in order, those of queries, keys and values first.
 
     Raises:
-        ValueError: no address; a module that the model has not, or a head that the module has not
-            (then when it is called); a source that does not fit; queries, keys or values that are
-            not visible; on exit, a module that did not attend meanwhile.
+        ValueError: an invalid address; a module or head that does not exist (for heads, when the
+            module is called); a source that does not fit; queries, keys or values that are not
+            visible; on exit, a module that did not attend.
 
     >>> import headwise as hw
     >>> from headwise.capture import Gate, Scale
@@ -246,10 +246,10 @@ def edited(
     quoted: str,
     function: str,
 ) -> Iterator[None]:
-    """Make edits while this lasts: those of a layer and the number of a head, or of all heads.
+    """Apply edits in a `with` block, each to a layer and to a head, or to all heads if it is None.
 
     Raises:
-        ValueError: as `edit()`.
+        ValueError: as for `edit()`.
     """
     check_names(model, [layer for layer, _, _ in plan], quoted)
     past = "ablated" if function == "ablate" else "edited"
@@ -318,7 +318,7 @@ def _changed(call: AttentionCall, by_head: dict[int, tuple[Any, ...]], number: i
 
 
 def _is_inner(one: Edit | Knockout) -> bool:
-    """Return True for an edit of what a head's output is computed from."""
+    """Return True for edits that change the computation of a head's output."""
     return isinstance(one, Knockout) or one.at != "output"
 
 
@@ -362,10 +362,10 @@ def _recomputed(place: EditedCall, by_head: Mapping[int, tuple[Any, ...]]) -> Te
 
 
 def chosen_positions(positions: Positions, size: int, quoted: str) -> Tensor:
-    """Return which of so many positions are chosen, `[size]`; all, if that is `None`.
+    """Return the selected positions as booleans `[size]`; all for `None`.
 
     Raises:
-        ValueError: a position that there is not, or none.
+        ValueError: a position is out of range or not an integer.
     """
     if positions is None:
         return torch.ones(size, dtype=torch.bool)
@@ -382,7 +382,7 @@ def chosen_positions(positions: Positions, size: int, quoted: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _OfHeads(Mask):
-    """A mask of a larger call, as some of its heads see it."""
+    """The mask of some heads of a larger call."""
 
     mask: Mask
     heads: Tensor
@@ -409,7 +409,7 @@ class _OfHeads(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Without(Mask):
-    """All pairs but those of some queries and keys of one head."""
+    """A mask that hides the pairs of some queries and keys of one head."""
 
     head: int
     queries: Tensor

@@ -27,12 +27,11 @@ class Tabled(Protocol):
 
 
 class HeadEffects(HeadTable):
-    """The effects of every head on a loss: `effects[module][metric]` is `[N, H]`, a row a sample.
+    """The effects of every head on a loss: `effects[module][metric]` is `[N, H]`, a row per sample.
 
-    A module is given by its qualified name or the number of the layer.
-
-    The figures are `importance` and `ablation_estimate` of `importance()`, or `ablation` of
-    `ablation_scan()`. They are on the CPU, in float64.
+    Modules are given by qualified name or layer number. The metrics are `importance` and
+    `ablation_estimate` of `importance()`, or `ablation` of `ablation_scan()`, on the CPU in
+    float64.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class HeadEffects(HeadTable):
         """Return the metrics of one module, by its name or the number of the layer: `[N, H]` each.
 
         Raises:
-            KeyError: a name that is none of those looked at; the message lists them.
+            KeyError: the module is unknown; the message lists the known ones.
         """
         module = module_of(module, self.numbers)
         if module not in self._samples:
@@ -72,16 +71,16 @@ class HeadEffects(HeadTable):
         return len(next(figures, ()))
 
     def table(self, *, normalise: bool = False) -> Rows:
-        """A row per (layer, head): `layer`, `head`, `module`, and each metric's mean over samples.
+        """Return a row per (layer, head): `layer`, `head`, `module`, and each metric's sample mean.
 
-        `<figure>_se` is its standard error, where there are two samples or more.
+        `<metric>_se` is its standard error, for two samples or more.
 
         Args:
-            normalise: divide by the figure's l2 norm over the heads of the same module, so that
+            normalise: divide by the metric's l2 norm over the heads of the same module, so that
                 layers can be compared (Michel et al. 2019 §4.1, after Molchanov et al. 2017).
 
         Raises:
-            ValueError: `normalise` that is neither True nor False.
+            ValueError: `normalise` is neither True nor False.
         """
         if fault := fault_of_flags(normalise=normalise):
             raise ValueError(f"table(normalise={format_value(normalise)}): {fault}.")
@@ -92,7 +91,7 @@ class HeadEffects(HeadTable):
         ]
 
     def to_pandas(self, *, normalise: bool = False) -> DataFrame:
-        """`table()` as a pandas `DataFrame`, a row per (layer, head).
+        """Return `table()` as a pandas `DataFrame`, a row per (layer, head).
 
         Raises:
             ImportError: pandas is not installed.
@@ -120,9 +119,9 @@ def _module_rows(module: str, figures: dict[str, Tensor], normalise: bool) -> Ro
 def gather(
     parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]], numbers: Mapping[str, int]
 ) -> HeadEffects:
-    """Join batches: of each, its number of samples and its modules' metrics `[B, H]`.
+    """Join batches, each given by its number of samples and its modules' metrics `[B, H]`.
 
-    A module that a batch did not reach did nothing to its loss: 0. `numbers` are those of layers.
+    For a module that did not run in a batch, effects are 0. `numbers` are the layer numbers.
     """
     like = {module: figures for _, part in parts for module, figures in part.items()}
     return HeadEffects(
@@ -145,20 +144,21 @@ def gather(
 
 
 def concatenated(parts: Sequence[HeadEffects]) -> HeadEffects:
-    """The samples of several, one after another. A module that one did not reach did nothing: 0."""
+    """Concatenate the samples of several results; modules that one lacks have effects of 0."""
     numbers = reduce(joined_numbers, [part.numbers for part in parts])
     samples = [(part.samples, {name: part[name] for name in part.modules}) for part in parts]
     return gather(samples, numbers)
 
 
 def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:
-    """Join tables of the same heads: rows with equal `module` and `head` become one.
+    """Join tables of the same heads: rows with equal `module` and `head` are merged.
 
-    A head that a table lacks has none of its metrics. What has a `table()` stands for it. Rows
-    without `module` are joined by `layer`, and the first table numbers the layers.
+    A head that a table lacks has none of its metrics. Objects with a `table()` method are accepted.
+    Rows without `module` are joined by `layer`, and the first table numbers the layers.
 
     Raises:
-        ValueError: two tables that give a head different values of one figure; no table of heads.
+        ValueError: two tables have different values of a metric for a head; or an argument is not a
+            table of heads.
 
     >>> looks = [{"layer": 0, "head": 1, "module": "attn", "entropy": 1.5}]
     >>> matters = [{"layer": 0, "head": 1, "module": "attn", "importance": 0.25}]

@@ -1,7 +1,7 @@
 """The address of a head: `(2, 9)`, `"L2H9"`, `("layers.2.attn", 9)` or `"layers.2.attn:9"`.
 
-The number of a layer is the place of its module among those that attend, from 0, in the order of
-their first calls. Modules that are left out have no number.
+The number of a layer is the index of its module among those that attend, in the order of their
+first calls. Modules that are left out have no number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
 
 
 def as_written(name: str) -> str:
-    """Return a qualified name, or a pattern of names, without what `torch.compile` adds.
+    """Return a qualified name, or a pattern of names, without the parts added by `torch.compile`.
 
     >>> as_written("_orig_mod.layers.0._orig_mod.attn"), as_written("_orig_mod")
     ('layers.0.attn', '')
@@ -34,7 +34,7 @@ def as_written(name: str) -> str:
 
 
 def head_label(layer: int, head: int) -> str:
-    """Return the address of a head as it is printed.
+    """Return the printed address of a head.
 
     >>> head_label(2, 9)
     'L2H9'
@@ -43,10 +43,10 @@ def head_label(layer: int, head: int) -> str:
 
 
 def parse_layer(layer: object) -> Layer:
-    """Return the number of a layer, or the name or pattern of names that is given.
+    """Return the number of a layer, or the given name or pattern of names.
 
     Raises:
-        ValueError: neither a name nor a number from 0.
+        ValueError: `layer` is neither a name nor a number from 0.
 
     >>> parse_layer("L2"), parse_layer(2), parse_layer("layers.*.attn")
     (2, 2, 'layers.*.attn')
@@ -72,7 +72,7 @@ def parse_head(address: object) -> tuple[Layer, int]:
     """Return the layer and the number of a head.
 
     Raises:
-        ValueError: something else than an address.
+        ValueError: `address` is not an address.
 
     >>> parse_head("L2H9"), parse_head((2, 9)), parse_head("layers.2.attn:9")
     ((2, 9), (2, 9), ('layers.2.attn', 9))
@@ -92,12 +92,12 @@ def parse_head(address: object) -> tuple[Layer, int]:
 
 
 def is_layer(layer: Layer, name: str, number: int | None) -> bool:
-    """Return True if a module of this name, the layer of this number, is meant."""
+    """Return True if `layer` refers to the module of this name and layer number."""
     return layer == number if isinstance(layer, int) else fnmatchcase(name, layer)
 
 
 def joined_numbers(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Return the numbers of layers of two; a number that `one` has for another goes to the next.
+    """Merge the layer numbers of two results; a number already used by another layer is replaced.
 
     >>> joined_numbers({"a": 0, "b": 1}, {"c": 0, "b": 1, "d": 2})
     {'a': 0, 'b': 1, 'c': 2, 'd': 3}
@@ -110,7 +110,7 @@ def joined_numbers(one: dict[str, int], other: dict[str, int]) -> dict[str, int]
 
 
 def module_of(layer: object, numbers: Mapping[str, int]) -> Any:
-    """Return the name of the module that a number of a layer means; what else is given, as it is.
+    """Return the name of the module with a layer number; return anything else unchanged.
 
     >>> module_of("L1", {"low": 0, "high": 1}), module_of("low", {"low": 0, "high": 1})
     ('high', 'low')

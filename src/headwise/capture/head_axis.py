@@ -1,8 +1,8 @@
 """The batch axes and head axes of a call's tensors.
 
-`[…, T, D]` may have any axes before its last two. Two are batch and heads, as PyTorch says of its
-own function; what is known of the modules that run may say otherwise, and of more than two it must.
-What is taken here for heads is held to what becomes of the outputs (`parts`).
+`[…, T, D]` may have any axes before its last two. Two axes are batch and heads, as documented by
+PyTorch, unless the running modules imply another order; more than two are resolved by the running
+modules. The result is verified by the use of the outputs (`parts`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Leading:
     """The places of batch rows and heads among the axes before the last two.
 
     Args:
-        sizes: of those axes.
-        order: their numbers, those of batch rows first, then those of heads.
-        heads: how many there are.
-        sure: the number of heads is known; else it is what such axes mostly are.
+        sizes: the sizes of these axes.
+        order: the indices of these axes, those of batch rows first, then those of heads.
+        heads: the number of heads.
+        sure: the number of heads is known; otherwise it is inferred from the usual order of axes.
         declared: the head axis was given by the user; the others are batch rows.
     """
 
@@ -67,7 +67,7 @@ class Leading:
         return Leading(sizes, self.order, now, self.sure, self.declared)
 
     def split(self, x: Tensor) -> Tensor:
-        """`[…, N, D]` as `[B, H, N, D]`."""
+        """Reshape `[…, N, D]` to `[B, H, N, D]`."""
         last = x.shape[-2:]
         if not self.plain:
             x = x.reshape(*self.sizes, *last).permute(*self.order, -2, -1)
@@ -92,15 +92,14 @@ def leading(
     """Find the axes of batch rows and heads; `None` if heads cannot be distinguished from blocks.
 
     Args:
-        shape: of the heads' outputs `[…, T, Dv]`.
-        running: the modules that run, innermost last.
-        values: what is multiplied, with the same axes: in memory heads lie inside of rows.
-        shared: which axes share their values, as the heads of a group do.
-        declared: how many heads somebody says that there are, or the axis of `shape` that is heads,
-            counted from the end and negative.
+        shape: the shape of the heads' outputs, `[…, T, Dv]`.
+        running: the running modules, innermost last.
+        values: the values, with the same axes; their strides show whether heads are inside rows.
+        shared: True for axes that share their values, such as the heads of a group.
+        declared: the user's number of heads, or the head axis of `shape`, negative from the end.
 
     Raises:
-        ValueError: there is no such axis, and none of so many.
+        ValueError: there is no such axis, or no axis of this size.
     """
     sizes, (queries, width) = tuple(shape[:-2]), shape[-2:]
     if declared is not None:
@@ -148,7 +147,7 @@ def _as_declared(shape: torch.Size, declared: int) -> Leading:
 def _of_one_axis(
     size: int, queries: int, width: int, running: Sequence[Forward], read: set[tuple[int, int]]
 ) -> Leading:
-    """Batch and heads in one axis, or batch alone."""
+    """Resolve a single axis: batch and heads together, or only batch."""
     known, positions = composite(), {number for number, _ in read}
     alone = size * queries in positions
     heads = known.heads if known else number_of_heads(running[-1].module, *_holders(running))
@@ -161,8 +160,8 @@ def _of_one_axis(
 
 
 def _projected(positions: int, width: int, read: set[tuple[int, int]]) -> int | None:
-    """The number of heads whose values are side by side what a projection gives, alone or with
-    keys or queries and keys."""
+    """Return the number of heads by the output width of a projection to values, or to values with
+    keys or with queries and keys."""
     found = {
         positions // number
         for number, wide in read
@@ -207,8 +206,8 @@ def _places(
 
 
 def _holders(running: Sequence[Forward]) -> list[nn.Module]:
-    """The attention modules around the innermost module, up to two levels; none that has several
-    of the kind, each of which may be a head."""
+    """Return the attention modules around the innermost module, up to two levels, except those with
+    several modules of its class, each of which may be a head."""
     kind = type(running[-1].module)
     return [
         forward.module
@@ -223,12 +222,12 @@ def _holders(running: Sequence[Forward]) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Composite:
-    """Facts about the attention calls inside a function that projects, too.
+    """Facts about the attention calls inside a function that also projects.
 
-    heads: how many there are, where batch and heads are one axis.
-    own: whether queries and keys come from the same sequence; `None` where that is not known.
-    behind: so many keys stand behind the others and have no position (`bias_k`, zeros).
-    projection: weight of the output projection `[O, H · Dv]`.
+    heads: the number of heads, for calls with batch and heads in one axis.
+    own: True if queries and keys come from the same sequence; `None` if that is unknown.
+    behind: the number of keys behind the others without a position (`bias_k`, zeros).
+    projection: the weight of the output projection, `[O, H · Dv]`.
     """
 
     heads: int
@@ -241,13 +240,13 @@ _INSIDE: ContextVar[Composite | None] = ContextVar("_INSIDE", default=None)
 
 
 def composite() -> Composite | None:
-    """Return the composite function that is running in this thread, if one is."""
+    """Return the composite function that is running in this thread, if any."""
     return _INSIDE.get()
 
 
 @contextmanager
 def inside(of: Composite) -> Iterator[None]:
-    """Let what attends in a `with` block do so inside a composite function."""
+    """Mark attention calls in a `with` block as part of a composite function."""
     token = _INSIDE.set(of)
     try:
         yield
@@ -256,7 +255,7 @@ def inside(of: Composite) -> Iterator[None]:
 
 
 def keys_behind(module: nn.Module) -> int:
-    """Return how many keys without a position stand behind the others.
+    """Return the number of keys without a position behind the others.
 
     The composite function says so; of attention that a module writes out itself, the names that
     `nn.MultiheadAttention` and fairseq give them do.

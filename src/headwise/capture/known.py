@@ -25,18 +25,18 @@ from .net import CaptureSession
 
 
 class _ModuleRecord(NamedTuple):
-    """A module as it was: its class, its parts by id and class, and its hooks."""
+    """The recorded form of a module: its class, its submodules by id and class, and its hooks."""
 
     module: weakref.ref[nn.Module]
     form: tuple[object, ...]
 
 
 class Known(NamedTuple):
-    """A model as it was: the modules that are looked at, by which implementations they attend, the
-    qualified names of all, and which attended in a forward of an outermost module (by its id).
+    """The recorded form of a model: its compared modules, their attention implementations, the
+    qualified names of all modules, and the modules that attended, by the id of the outermost one.
 
-    Looked at are modules that have parts, that attend, or that are outermost. `modules` are they,
-    for as long as the model is in use.
+    Modules are compared if they have submodules, attend, or are outermost. `modules` holds them
+    while the model is in use.
     """
 
     parts: tuple[_ModuleRecord, ...]
@@ -47,7 +47,7 @@ class Known(NamedTuple):
 
 
 CHANGED = "it attends in another way than before; watch the model once more"
-"""Why a call is left out that a known model was not known to make."""
+"""The reason why a call is left out that is new for a known model."""
 
 _LIBRARIES = ("headwise.", "torch.", "transformers.")
 """Packages whose modules attend in the same way in every forward."""
@@ -56,10 +56,10 @@ _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
 def known(model: nn.Module) -> Known | None:
-    """Return what is known of a model; `None` of one that is to be followed in full.
+    """Return the recorded form of a model; `None` if it must be followed in full.
 
-    A model of which a part was exchanged, compiled or given another `forward` or other hooks is not
-    known, nor one that attends by another implementation than before.
+    A model is no longer known if a submodule was replaced, compiled, or given another `forward` or
+    other hooks, or if its attention implementation has changed.
     """
     found = _KNOWN.get(model)
     if found is None:
@@ -75,14 +75,14 @@ def known(model: nn.Module) -> Known | None:
 
 
 def learn(net: CaptureSession) -> None:
-    """Remember the model of a watch whose modules reported all attention themselves."""
+    """Record the model of a session if its modules reported all attention themselves."""
     model, names = net.names.model, net.names.names
     if not net.complete or not all(net.complete.values()) or net.names.left_out:
         return
     modules, outermost = list(model.modules()), {module for module, _ in net.attended}
     own = any(isinstance(module, MultiHeadAttention) for module in modules)
     if own and not all(type(module).__module__.startswith(_LIBRARIES) for module in modules):
-        return  # people's own forwards around such layers may attend in other ways now and then
+        return  # a user's own forward around such layers may sometimes attend in other ways
     seen = [
         m for m in modules if m._modules or names.get(id(m)) in net.complete or id(m) in outermost
     ]
@@ -93,13 +93,13 @@ def learn(net: CaptureSession) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Let the next watch follow a model in full."""
+    """Remove a model, so that the next watch follows it in full."""
     _KNOWN.pop(model, None)
 
 
 def _form(module: nn.Module) -> tuple[object, ...]:
-    """Return what must not change of a module; nothing of one with another `forward` than its
-    class's, which may do anything."""
+    """Return the parts of a module that must not change; () if its `forward` is not that of its
+    class, because it may do anything."""
     own = vars(module)
     if "forward" in own or own.get("_compiled_call_impl") is not None or "_c" in own:
         return ()
@@ -109,7 +109,7 @@ def _form(module: nn.Module) -> tuple[object, ...]:
 
 
 def _implementations(modules: list[nn.Module]) -> list[object]:
-    """Return by which implementations the configurations of modules let them attend."""
+    """Return the attention implementations in the configurations of modules."""
     configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
     return [getattr(one, "_attn_implementation", None) for one in configs.values()]
 

@@ -99,7 +99,7 @@ class ResolvedCall:
     reason: str = ""
 
 
-# ── a projection reads ──────────────────────────────────────────────────────────────────────────
+# ── inputs of projections ───────────────────────────────────────────────────────────────────────
 
 
 def read(waiting: Sequence[PendingCall], x: Tensor, name: str = "") -> list[ResolvedCall]:
@@ -134,7 +134,7 @@ def _read(w: PendingCall, x: Tensor) -> ResolvedCall:
 
 
 def _slices(w: PendingCall, x: Tensor) -> list[int]:
-    """Return where in a call the N queries begin whose outputs are `x` `[B, N, H · Dv]`."""
+    """Return the starts of N consecutive queries whose outputs are `x` `[B, N, H · Dv]`."""
     count = x.shape[1] if x.dim() == 3 else 0
     if not 0 < count < w.queries or len(x) != w.rows or x.shape[-1] != w.wide:
         return []
@@ -169,10 +169,9 @@ def _place(axes: Sequence[int], w: PendingCall) -> str:
 def streams_of(w: PendingCall) -> dict[str, tuple[int, int]]:
     """Return the range of queries of each stream of tokens in a call, by name, in their order.
 
-    They are known if the outputs of each stream have a projection of their own. Where the name of
-    one of two says that it is the text's, the streams are `text` and `image`; others have the names
-    of their projections. Queries that no projection reads are `registers` where several streams are
-    read, else `rest`.
+    They are known if each stream has its own output projection. If the name of one of two refers to
+    text, the streams are `text` and `image`; others have the names of their projections. Queries
+    that no projection reads are `registers` if several streams are read, otherwise `rest`.
     """
     ranges = sorted(w.streams)
     if not ranges or any(one[1] > other[0] for one, other in pairwise(ranges)):
@@ -198,7 +197,7 @@ _TEXT = re.compile("txt|text|add|context|caption")
 """The names of text projections in joint attention."""
 
 
-# ── a module ends ───────────────────────────────────────────────────────────────────────────────
+# ── outputs of modules ──────────────────────────────────────────────────────────────────────────
 
 
 def at_end(

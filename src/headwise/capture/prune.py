@@ -1,4 +1,4 @@
-"""`prune_(model, heads)`: heads that are removed from a model's weights, for good."""
+"""`prune_(model, heads)`: remove heads from a model's weights permanently."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ _OF_HEADS = re.compile(
 def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
     """Remove heads from a model: their rows of q, k and v, and their columns of the output.
 
-    The pruned model gives what `ablate(model, heads)` gives, with fewer weights and less work.
-    Parameters are replaced, so build the optimizer afterwards. Heads that are left are numbered
-    from 0 again. Layers of `nn.MultiheadAttention`, which cannot have fewer heads, become
-    headwise's (`hw.replace_attention_`).
+    The pruned model computes the same as under `ablate(model, heads)`, with fewer weights and less
+    work. Parameters are replaced, so create the optimizer afterwards. The remaining heads are
+    renumbered from 0. Layers of `nn.MultiheadAttention`, which cannot have fewer heads, are
+    replaced by headwise's (`hw.replace_attention_`).
 
-    Where several heads share a key and a value (grouped heads), remove all that share one, or as
-    many of each group.
+    If several heads share a key and a value (grouped heads), remove all heads of a group, or the
+    same number of each group.
 
-    Models of transformers: where the config can say the new sizes (Llama's `num_attention_heads`
-    with `head_dim`, the same in every layer), it says them, and `save_pretrained` and
-    `from_pretrained` go on working. Otherwise `config.pruned_heads` holds the removed heads by the
-    names of their modules, in the numbers of the first model. `save_pretrained` saves the smaller
-    weights; to load them, build the model by its config, prune it by that, then load the weights.
+    For models of transformers, the config gets the new sizes if it can express them (Llama's
+    `num_attention_heads` with `head_dim`, the same in every layer), and `save_pretrained` and
+    `from_pretrained` keep working. Otherwise, `config.pruned_heads` has the removed heads by module
+    name, in the numbering of the original model, and `save_pretrained` saves the smaller weights;
+    to load them, build the model from its config, prune it accordingly, then load the weights.
 
     Args:
-        model: a model whose attention weights are in a layout that `convert` knows.
-        heads: which heads, as in `ablate`: `"L2H9"`, `(2, 9)`, `("h.2.attn", 9)`, several, or a
-            dict of layers and their heads. Numbers of layers are those of `watch` where the order
-            of the calls is known: for one stack of layers, and encoders with a decoder.
+        model: a model whose attention weights have a layout that `convert` supports.
+        heads: the heads, as in `ablate`: `"L2H9"`, `(2, 9)`, `("h.2.attn", 9)`, several, or a dict
+            of layers and their heads. Layer numbers are those of `watch` if the order of the calls
+            is known: for one stack of layers, and encoders with a decoder.
 
     Returns:
-        The number of heads that are left, by the name of the pruned modules.
+        The number of remaining heads, by the names of the pruned modules.
 
     Raises:
-        ValueError: an unknown layout, layer or head; all heads of a layer; heads that leave groups
-            of several sizes; a layer without an output projection; position biases of each head
-            that come from elsewhere (ALiBi, T5's first layer); weights that are shared, quantized
-            or sharded; a module that does not hold the number or the width of its heads. Nothing
-            is changed then.
+        ValueError: an unknown layout, layer or head; all heads of a layer; groups of different
+            sizes would remain; a layer without an output projection; position biases per head that
+            come from another module (ALiBi, T5's first layer); weights that are shared, quantized
+            or sharded; a module that does not store the number or the width of its heads. The model
+            is not changed in these cases.
 
     Source: Michel et al. 2019; Voita et al. 2019.
 
@@ -112,7 +112,7 @@ def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
 
 @dataclass(eq=False)
 class _PrunedAttention:
-    """An attention module: its name in tables, its place, its streams and what is removed of it."""
+    """An attention module: its name in tables, its path, its streams and the heads to remove."""
 
     name: str
     place: str
@@ -126,15 +126,11 @@ class _PrunedAttention:
 
     @property
     def kind(self) -> str:
-        """The place without numbers."""
+        """The path without numbers."""
         return re.sub(r"\d+", "#", self.place)
 
     def choose(self, call: str) -> None:
-        """Measure the layer and check that it can be pruned.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Determine the sizes of the layer; raise ValueError if it cannot be pruned."""
         at = f"{call}: in {self.name!r} ({type(self.owner).__name__})"
         self._check_weights(at)
         state = dict(self.owner.named_parameters())
@@ -192,7 +188,7 @@ class _PrunedAttention:
         return as_written(name).removeprefix(f"{self.place}." if self.place else "")
 
     def smaller(self) -> dict[str, Tensor]:
-        """Return the parameters with the heads that are left, by their names in the module."""
+        """Return the parameters of the remaining heads, by their names in the module."""
         state, new = dict(self.owner.named_parameters()), {}
         for layer, sizes, patterns in zip(self.layers, self.sizes, self.patterns, strict=True):
             for name, (full,) in layer.where.items():
@@ -206,10 +202,10 @@ class _PrunedAttention:
         return new | {name: state[name][..., self.left].clone() for name in ours}
 
     def check(self, config_fits: bool, call: str) -> None:
-        """Compare the pruned module with one whose heads give 0, if it can be called by itself.
+        """Compare the pruned module with one with zeroed heads, if it can be called alone.
 
         Raises:
-            ValueError: it fails, or gives something else.
+            ValueError: the call fails, or the outputs differ.
         """
         at = f"{call}: in {self.name!r} ({type(self.owner).__name__})"
         if not config_fits and _reads_config(self.owner):
@@ -252,7 +248,7 @@ class _PrunedAttention:
             return
 
     def apply(self, owner: nn.Module) -> None:
-        """Replace the parameters of a module, and its attributes that hold sizes."""
+        """Replace the parameters of a module and its attributes for sizes."""
         sizes, heads, groups = self.sizes[0], len(self.left), len(self.groups)
         changes = [
             (_WIDTHS, sizes.num_heads * sizes.head_dim, heads * sizes.head_dim),
@@ -300,7 +296,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _put(owner: nn.Module, name: str, new: Tensor) -> None:
-    """Replace a parameter, and the sizes that its module holds."""
+    """Replace a parameter, and the sizes in its module."""
     place, _, last = name.rpartition(".")
     module: Any = owner.get_submodule(place)
     module._parameters[last] = nn.Parameter(new, module._parameters[last].requires_grad)
@@ -438,6 +434,6 @@ def _config_after(model: nn.Module, chosen: list[_PrunedAttention]) -> Any:
         new.head_dim = sizes.head_dim
         with torch.device("meta"):
             built = type(model)(new)  # type: ignore[call-arg]
-    except Exception:  # whatever a config that does not fit raises
+    except Exception:  # a config that does not fit may raise anything
         return None
     return new if {as_written(n): x.shape for n, x in built.named_parameters()} == shapes else None

@@ -12,7 +12,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhea
 
 
 def rank_of_all() -> int:
-    """This process's number in the default process group; 0 without one."""
+    """Return the rank of this process in the default process group; 0 without one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
@@ -22,7 +22,7 @@ def rank_of_all() -> int:
 def number_of_heads(*modules: nn.Module) -> int | None:
     """Return the number of query heads on all ranks, from the first module that has it."""
     for module in modules:
-        own = ("h",) if "att" in type(module).__name__.lower() else ()  # else mostly a height
+        own = ("h",) if "att" in type(module).__name__.lower() else ()  # otherwise usually a height
         for owner in (module, getattr(module, "config", None)):
             for heads in (getattr(owner, name, None) for name in ("all_heads", *HEADS, *own)):
                 if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
@@ -31,10 +31,11 @@ def number_of_heads(*modules: nn.Module) -> int | None:
 
 
 def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
-    """The number of a call's first head in its layer, and of all; `None` where it has them all.
+    """Return the index of a call's first head in its layer, and the layer's number of heads.
 
-    A module with rows of its weights over ranks, that says it has so many times the heads of the
-    call, attends with this rank's: transformers under its `tp_plan`, PyTorch's `ColwiseParallel`.
+    `None` if the call has all heads. If the rows of a module's weights are sharded over ranks, and
+    its number of heads is that of the call times the ranks, the call has the heads of this rank:
+    transformers with a `tp_plan`, PyTorch's `ColwiseParallel`.
     """
     every = number_of_heads(module)
     if every is None or every == heads:

@@ -18,7 +18,7 @@ from .session import catch
 
 
 class AblationReference:
-    """The heads' outputs before the output projection, over reference texts."""
+    """The outputs of heads over reference texts, before the output projection."""
 
     def __init__(self, rows: bool = False) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -31,16 +31,16 @@ class AblationReference:
         return f"<AblationReference: means of {len(self._sums)} modules{rows}>"
 
     def add(self, call: AttentionCall) -> None:
-        """Take in what a call's heads gave, once it is known to be all that its module attends."""
+        """Add the heads' outputs of a call once it is known to be complete."""
         name, parts = call.name, self._parts(call)
         call.on_complete(lambda _: self._join(name, *parts))
 
     def take(self, call: AttentionCall) -> None:
-        """Take in what a call's heads gave, at once."""
+        """Add the heads' outputs of a call immediately."""
         self._join(call.name, *self._parts(call))
 
     def _parts(self, call: AttentionCall) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Sums and numbers of a call's outputs, and where these are kept, themselves."""
+        """Return the sums and counts of a call's outputs, and the outputs if they are kept."""
         out, valid = call.out.detach(), valid_queries(call)
         total = torch.where(valid[..., None], out.double(), 0.0).sum((0, 2))
         return total, valid.sum((0, 2)), None if self._rows is None else (out.clone(), valid)
@@ -62,10 +62,10 @@ class AblationReference:
     def mean(self, module: Layer) -> Float[Tensor, "H Dv"]:
         """Return each head's mean output over batch and valid queries of all calls, in float64.
 
-        The module is given by its qualified name or the number of the layer.
+        The module is given by its qualified name or layer number.
 
         Raises:
-            ValueError: a module that the reference texts did not reach.
+            ValueError: the module did not run on the reference texts.
         """
         module = self._name(module)
         return self._sums[module] / self._counts[module].clamp(min=1)[:, None]
@@ -73,13 +73,11 @@ class AblationReference:
     def rows(
         self, module: Layer, queries: int
     ) -> tuple[Float[Tensor, "N H T Dv"], Bool[Tensor, "N H T"]]:
-        """The outputs of all calls with so many queries, one batch row after another.
-
-        With them, which queries are valid.
+        """Return the outputs of all calls with this number of queries, and the valid queries.
 
         Raises:
-            ValueError: a module that the reference texts did not reach; outputs that were not kept;
-                no call with so many queries.
+            ValueError: the module did not run on the reference texts; outputs were not kept; or no
+                call has this number of queries.
         """
         module = self._name(module)
         if self._rows is None:
@@ -119,14 +117,14 @@ def ablation_reference(
 
     Args:
         model: any model that `watch()` sees.
-        loss: calls the model on a batch, `loss(model, batch)`, as in `importance()`; what it
-            returns is not looked at. It runs without gradients.
-        batches: the reference texts, in whatever form `loss` takes.
+        loss: a function that calls the model on a batch, `loss(model, batch)`, as in
+            `importance()`. Its result is ignored. It runs without gradients.
+        batches: the reference texts, in any form that `loss` accepts.
         rows: keep the outputs themselves (as large as the hidden states), for `how="resample"`;
-            the means are `[H, Dv]` a module.
+            means are `[H, Dv]` per module.
 
     Raises:
-        ValueError: nothing attended; batches that are one batch; `rows` that is no flag.
+        ValueError: no attention was captured; `batches` is a single batch; `rows` is not a flag.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -153,8 +151,8 @@ def check_given(function: str, model: object, loss: object, batches: object) -> 
     """Return the quoted call `function(model, loss, batches)` for errors.
 
     Raises:
-        ValueError: a model that is no module, a loss that is no function, or batches that are one
-            batch or none.
+        ValueError: the model is not a module, the loss is not callable, or `batches` is not an
+            iterable of batches.
     """
     quote = check_model(function, model)
     if not callable(loss):
@@ -172,8 +170,7 @@ def check_given(function: str, model: object, loss: object, batches: object) -> 
 
 
 def valid_queries(call: AttentionCall) -> Bool[Tensor, "B H T"]:
-    """The queries that count in a mean: those that may attend, padding left out, as `watch()`
-    does."""
+    """Return the queries that count in a mean, without padding, as in `watch()`."""
     rows = call.observe((LSE(),), ObserveOptions())["lse"].rows
     assert rows is not None  # LSE is per query
     return rows.expand(call.out.shape[:3])
@@ -182,18 +179,18 @@ def valid_queries(call: AttentionCall) -> Bool[Tensor, "B H T"]:
 def drawn(
     shape: torch.Size, outs: Tensor, valid: Tensor, heads: Tensor, seed: int, own: bool
 ) -> Float[Tensor, "B h T Dv"]:
-    """For every batch row, what another row's heads gave at the same positions.
+    """Return, for every batch row, the heads' outputs of another row at the same positions.
 
-    Each row draws an order of donors and takes the first; where that has no valid query, the next
-    that has one, and where none has, 0.
+    Each row samples an order of donors and uses the first one; at positions where that has no valid
+    query, the next one that has, and 0 if none has.
 
     Args:
-        shape: of the call's output, `[B, H, T, Dv]`.
-        outs: of the donors, `[N, H, T, Dv]`.
-        valid: their queries that count, `[N, H, T]`.
-        heads: the numbers of the heads to draw for, `[h]`.
-        seed: of the draw.
-        own: the donors are the call's own rows, and none gives to itself.
+        shape: the shape of the call's output, `[B, H, T, Dv]`.
+        outs: the outputs of the donors, `[N, H, T, Dv]`.
+        valid: the valid queries of the donors, `[N, H, T]`.
+        heads: the indices of the heads, `[h]`.
+        seed: the seed of the sample.
+        own: True if the donors are the call's own rows; no row is its own donor.
     """
     batch, _, queries, _ = shape
     generator = torch.Generator().manual_seed(seed)

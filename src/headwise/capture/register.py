@@ -1,9 +1,8 @@
 """`attn_implementation="headwise"`: transformers' attention on headwise's kernels.
 
-`register()` imports transformers; nothing is registered before. The masks are those that
-transformers makes for `sdpa`, so that calls that the kernel does not run can go on there. Models
-that neither `sdpa` nor a flash or flex kernel may run compute attention in some way of their own:
-these run on their own `eager` function.
+`register()` imports transformers; nothing is registered before. Masks are those of `sdpa`, so that
+calls that the kernel does not support can run there. Models that support neither `sdpa` nor a flash
+or flex kernel compute attention in their own way; these run on their own `eager` function.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .serve import APART, AcceleratedCall, AttentionRequest, accelerators, note,
 
 _NAME = "headwise"
 _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
-"""What classes of models say of kernels that compute attention as it is in the textbook."""
+"""Attributes of model classes that declare support for standard attention kernels."""
 
 _ROUTE = "headwise_attention"
 
@@ -33,10 +32,10 @@ def headwise_attention(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend for a model of transformers: `[B, T, H, Dv]`, and no weights."""
+    """Compute attention for a model of transformers; return `[B, T, H, Dv]` and no weights."""
     given = (module, query, key, value, attention_mask)
     plain = textbook(type(module), special(options))
-    if torch.compiler.is_compiling():  # what the kernel would serve depends on numbers
+    if torch.compiler.is_compiling():  # the choice depends on values
         return (_sdpa() if plain and not special(options) else _eager)(*given, **options)
     if not plain:
         note(_ROUTE, "this kind of attention is its model's own")
@@ -45,7 +44,7 @@ def headwise_attention(
     note(_ROUTE, served)
     if isinstance(served, AcceleratedCall):
         return served.out().transpose(1, 2).contiguous(), None
-    with APART:  # sdpa would pass over sinks
+    with APART:  # sdpa would ignore sinks
         return (_eager if special(options) else _sdpa())(*given, **options)
 
 

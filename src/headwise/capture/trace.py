@@ -24,7 +24,7 @@ from .head_address import Layer, is_layer
 
 @dataclass(frozen=True)
 class _WholeRows(Need):
-    """Whole rows of P, `[B, H, n, S]`, normalized by themselves: no log-sum-exp is needed."""
+    """Whole rows of P, `[B, H, n, S]`, normalized directly, without a log-sum-exp."""
 
     name = "rows"
     scores = False
@@ -61,16 +61,16 @@ _ROWS_OF_P = _Rows()
 
 @dataclass
 class TracedModule:
-    """The rows of one module's heads, reduced as they come.
+    """The rows of one module's heads, reduced step by step.
 
-    head_weights: `[H]`, of each head in the sum over heads.
+    head_weights: `[H]`, the weight of each head in the sum over heads.
     by_head: `[H, P]`, weights on the prompt, summed over generated tokens.
-    keys, weights: for each token, `[H, k]`: the strongest keys of the prompt, in order of weight;
-        −1 is the weight where there are fewer.
+    keys, weights: for each token, `[H, k]`: the strongest keys of the prompt, in order of weight,
+        padded with weights of −1.
     generated: for each token, `[H]`: the largest weight on a generated token.
-    masses: for each token, `[H, n]`: on sinks, on generated tokens, and, if there are segments, on
-        each of them without its sinks, and on the rest of the prompt.
-    rows: all rows of heads that are kept, by head: `[P]` for each token.
+    masses: for each token, `[H, n]`: the weight on sinks, on generated tokens, and, with segments,
+        on each of them without its sinks and on the rest of the prompt.
+    rows: the complete rows of the heads in `keep`, by head: `[P]` for each token.
     """
 
     head_weights: Float[Tensor, " H"]
@@ -83,18 +83,18 @@ class TracedModule:
 
 
 class TraceRecorder:
-    """Records the row of every query that predicts a generated token, and nothing of the others.
+    """Record the rows of the queries that predict a generated token, and no others.
 
-    Of the prompt that is its last query. A row is known by the position of its query: the number
-    of keys that a cache has had so far.
+    In the prompt, this is the last query. A row is identified by the position of its query, which
+    is the number of keys in the cache.
 
     Args:
-        prompt: how many tokens the prompt has, P.
+        prompt: the number of tokens of the prompt, P.
         sinks: the positions of its sinks.
         segments: parts of the prompt.
-        top: how many keys of each row are kept.
-        weights: of each head in the sum over heads, `[L, H]`; none: 1.
-        keep: heads whose rows are kept whole, as layers and numbers.
+        top: the number of keys to keep for each row.
+        weights: the weight of each head in the sum over heads, `[L, H]`. Default: 1.
+        keep: heads whose complete rows are kept, as layers and indices.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TraceRecorder:
             self._segments = torch.cat([self.members, other], dim=-1).float()
 
     def __call__(self, call: AttentionCall) -> None:
-        """Take the row of the call's last query, if that predicts a generated token."""
+        """Record the row of the call's last query, if it predicts a generated token."""
         keys = call.keys - call.behind
         step = call.first_key + keys - self.prompt
         if call.again or not 0 <= step <= len(self.by_token) or step < len(self.by_token) - 1:

@@ -1,11 +1,12 @@
-"""Compiled models: their calls are captured in graphs of their own, or they run as written.
+"""Capture compiled models in instrumented graphs, or run them in eager mode.
 
-Where all that attends in a model is compiled, graphs with an operator beside each attention call
-are used while the model is watched (`graphs`). Where a graph attends in another way, where parts
-attend outside of graphs, and for whoever replaces outputs, compiled parts run as they are written.
+If all attention of a model is compiled, graphs with an operator after each attention call are used
+while the model is watched (`graphs`). Compiled parts run in eager mode if a graph attends in
+another way, if parts attend outside graphs, or if the listener replaces outputs.
 
-Compiled functions that a model calls, or that call it, are refused by name where the model is not
-captured in graphs: run as written they may be no use (`flex_attention` makes a T×T matrix).
+If a model is not captured in graphs, compiled functions that it calls, or that call it, are refused
+by name, because running them in eager mode may be impractical (`flex_attention` builds a T×T
+matrix).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ AS_WRITTEN = _AsWritten()
 
 
 def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
-    """Let a model of which `torch.compile` has compiled a part run as it is written."""
+    """Return a context that runs a model in eager mode if any of it is compiled."""
     if compiler() is None:
         return nullcontext()
     some = any("torch.compile" in compiled(module) for module in model.modules())
@@ -99,14 +100,14 @@ def refuse_compiled(function: str, model: nn.Module) -> None:
 # ── captured in graphs ──────────────────────────────────────────────────────────────────────────
 
 _WRITTEN: WeakSet[nn.Module] = WeakSet()
-"""Models of which a graph attends in a way that only running it as written shows."""
+"""Models with a graph whose attention is captured only in eager mode."""
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
-    """Return the outermost compiled parts of a model whose graphs can show all that attends.
+    """Return the outermost compiled parts of a model whose graphs contain all its attention.
 
-    None where some of it is not compiled, or nothing is, or compiled code does not run compiled;
-    and where parts are compiled and no class of a module says that it attends.
+    `None` if nothing or not all attention is compiled, if compiled code runs in eager mode, or if
+    only parts are compiled and no module is named attention.
     """
     if compiler() is None or forced_eager() or uncompiled_module(model) in _WRITTEN:
         return None
@@ -130,7 +131,7 @@ def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
 
 
 class _Backend:
-    """Makes graphs by another backend, with the operator beside each attention call of models."""
+    """A compiler backend that instruments graphs of models, then passes them to another backend."""
 
     def __init__(self, backend: Any, models: Sequence[nn.Module]) -> None:
         self.backend, self.models = backend, [weakref.ref(model) for model in models]
@@ -149,13 +150,13 @@ class _Backend:
         return self.backend(graph, inputs, **options)
 
     def serves(self, backend: Any, models: Sequence[nn.Module]) -> bool:
-        """Return True if it makes graphs of these models by this backend."""
+        """Return True if it instruments graphs of these models for this backend."""
         same = [ref() for ref in self.models] == list(models)
         return same and self.backend == backend  # each module.compile() has one of its own
 
 
 _NAMES = ("__name__", "compiler_name")
-"""Attributes that the compiler reads of a backend; a property would be compiled itself."""
+"""Attributes of a backend that the compiler reads; a property would itself be compiled."""
 
 _BACKENDS: list[_Backend] = []
 """The compiler keeps no reference to those of the graphs that it keeps."""

@@ -136,8 +136,8 @@ def _emit(
     scale: float | None,
     **_: Any,
 ) -> Any:
-    """Report the call to every watch; inner ones get the output of outer ones."""
-    out = made = result if isinstance(result, Tensor) else result[0]
+    """Report the call to every session; inner ones receive the output of outer ones."""
+    out = original = result if isinstance(result, Tensor) else result[0]
     k, v = (x.expand(len(query), -1, -1, -1) for x in (key, value))
     for net in _FLEX.nets:
         with SILENCE:
@@ -146,7 +146,7 @@ def _emit(
         waiting = PendingCall(call.name, quote, out, out.shape, call.keys)
         new = net.emit(call, waiting)
         out = out if new is None else new
-    if out is made:
+    if out is original:
         return result
     return out if isinstance(result, Tensor) else (out, *result[1:])
 
@@ -188,8 +188,8 @@ def allowed_by(net: CaptureSession, block_mask: Any, extent: Extent) -> Tensor:
         return find()
     tensors = [x for x in read if isinstance(x, Tensor)]
     plain = tuple(x for x in read if not isinstance(x, Tensor))
-    what = ("flex", block_mask.mask_mod, extent, plain)
-    return net.masks.of(blocks, what, find, tensors)
+    key = ("flex", block_mask.mask_mod, extent, plain)
+    return net.masks.of(blocks, key, find, tensors)
 
 
 def captured(function: Callable[..., Any]) -> list[Any] | None:

@@ -1,8 +1,9 @@
-"""Finds the attention calls of a graph that `torch.compile` has recorded, and puts in the operator.
+"""Find the attention calls in a graph of `torch.compile`, and insert the operator after each.
 
-A graph is replayed as the model ran: modules start and end, projections read, calls attend. What a
-node gives is known by its shape alone, but the output of a call has numbers that show where each of
-them goes, so that the rules for eager calls (`head_axis`, `parts`) hold here too.
+A graph is replayed like a forward pass of the model, with the start and end of modules, projections
+and attention calls. The values of nodes are known only by their shapes, but outputs of calls get
+distinct numbers, which show where each of them goes. So the rules for eager calls (`head_axis`,
+`parts`) apply here too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .varlen import functions as varlen_functions
 
 
 class CannotCapture(Exception):
-    """A graph attends in a way that is captured only where the model runs as it is written."""
+    """A graph attends in a way that is captured only in eager mode."""
 
 
 def instrument(
@@ -38,14 +39,14 @@ def instrument(
     root: nn.Module | None,
     declared: Callable[[str], Any],
 ) -> tuple[list[Site], bool]:
-    """Put the operator behind each attention call of a graph.
+    """Insert the operator after each attention call of a graph.
 
-    Return where, and True if anything attends, also what is none of the models' modules.
+    Return the sites, and True if there is any attention, also outside the models' modules.
 
     Args:
-        graph: what `torch.compile` has recorded.
-        models: those that are watched.
-        root: the module whose forward the graph is of.
+        graph: the graph recorded by `torch.compile`.
+        models: the watched models.
+        root: the module whose forward was compiled.
         declared: the user's `heads=` for a module, by its name.
 
     Raises:
@@ -55,7 +56,7 @@ def instrument(
         return _instrument(graph, models, root, declared)
     except CannotCapture:
         raise
-    except Exception as error:  # the model runs as it is written, and a training goes on
+    except Exception as error:  # the model runs in eager mode, so training continues
         raise CannotCapture(f"{type(error).__name__}: {error}") from error
 
 
@@ -106,7 +107,7 @@ _TORCH_VIEWS = tuple(vars(torch)[name] for name in _VIEWS if name in vars(torch)
 
 
 def _weighs(softmax: fx.Node) -> bool:
-    """Return True if what a softmax gives, or what becomes of it, is a factor of a product."""
+    """Return True if the result of a softmax, possibly transformed, is a factor of a product."""
     reached, more = {softmax}, [softmax]
     while more and len(reached) < 64:
         for user in more.pop().users:
