@@ -116,7 +116,7 @@ def ablation_reference(
     """Record the output of every head over reference texts, for `ablate(…, reference=…)`.
 
     Args:
-        model: any model that `watch()` sees.
+        model: any model that `watch()` supports.
         loss: a function that calls the model on a batch, `loss(model, batch)`, as in
             `importance()`. Its result is ignored. It runs without gradients.
         batches: the reference texts, in any form that `loss` accepts.

@@ -41,8 +41,8 @@ _HEADS = "num_heads num_attention_heads n_head n_heads nhead heads".split()
 class LayerCircuits:
     """The heads of one layer in factors, for columns x of the residual stream.
 
-    The score of (i, j) is `(q x_i) · (k x_j)` times the scale, and the head writes `out v x_j` of
-    what it attends to. Keys and values of a group stand once for each of its heads.
+    The score of (i, j) is `(q x_i) · (k x_j)` times the scale, and the head writes `out v x_j` for
+    the key that it attends to. Keys and values of a group are repeated for each of its heads.
     """
 
     module: str
@@ -78,12 +78,12 @@ class HeadCircuit:
 
     @property
     def ov(self) -> Float[Tensor, "E E"]:
-        """The OV circuit as a matrix: what the head writes of x is `ov x`."""
+        """The OV circuit as a matrix: the head writes `ov x` for x."""
         return self.out @ self.v
 
 
 class Circuits(HeadTable):
-    """The circuits of every head of a model; what `circuits()` returns.
+    """The circuits of every head of a model, the result of `circuits()`.
 
     `circuits["L1H0"]` has the factors of a head, `circuits.composition("K")` the scores of all
     pairs of heads, `circuits.table()` a row for each head and `circuits.pairs()` one for each pair.
@@ -108,7 +108,7 @@ class Circuits(HeadTable):
         """Return the circuits of a head by its address.
 
         Raises:
-            ValueError: no address, or a head that there is not.
+            ValueError: the address is invalid, or the head does not exist.
         """
         layer, number = parse_head(head)
         for one in self.layers:
@@ -118,15 +118,15 @@ class Circuits(HeadTable):
         raise ValueError(f"circuits[{head!r}]: there is no such head; the layers are {there}.")
 
     def composition(self, kind: Composition) -> Float[Tensor, "N N"]:
-        """Return how much each head reads of what each head of an earlier layer writes.
+        """Return the composition scores of all pairs of heads, `[N, N]`.
 
-        `[i, j]` is that of head i, whose output head j reads by its queries (`"Q"`), keys (`"K"`)
-        or values (`"V"`): `‖W_QKᵀ W_OV‖ / ‖W_QK‖ ‖W_OV‖`, `‖W_QK W_OV‖ / …` or
-        `‖W_OV W_OV‖ / …` by Frobenius norms, from 0 to 1. It is NaN where head j does not come
-        after head i. Heads are in the order of `heads`.
+        `[i, j]` scores how much of head i's output head j reads by its queries (`"Q"`), keys
+        (`"K"`) or values (`"V"`): `‖W_QKᵀ W_OV‖ / ‖W_QK‖ ‖W_OV‖`, `‖W_QK W_OV‖ / …` or
+        `‖W_OV W_OV‖ / …` with Frobenius norms, from 0 to 1. It is NaN if head j is not in a later
+        layer than head i. Heads are in the order of `heads`.
 
         Raises:
-            ValueError: another kind.
+            ValueError: the kind is unknown.
 
         Source: Elhage et al. 2021, "Composition scores".
         """
@@ -146,8 +146,8 @@ class Circuits(HeadTable):
     def pairs(self, least: float = 0.0) -> list[dict[str, Any]]:
         """Return a row for each pair of heads that can compose: scores `q`, `k` and `v`.
 
-        `from_layer`, `from_head` and `from_module` are the head that writes, `layer`, `head` and
-        `module` that which reads. Pairs whose largest score is below `least` are left out.
+        `from_layer`, `from_head` and `from_module` identify the writing head; `layer`, `head` and
+        `module` the reading head. Pairs whose largest score is below `least` are omitted.
         """
         scores = {kind.lower(): self.composition(kind) for kind in get_args(Composition)}
         largest = torch.stack([*scores.values()]).amax(0)
@@ -168,10 +168,10 @@ class Circuits(HeadTable):
 
         * `qk_norm`, `ov_norm`: Frobenius norms of the QK and OV circuits.
         * `copying`: `Σ λ / Σ |λ|` over the eigenvalues of the OV circuit from tokens to logits,
-          `W_U W_OV W_E`: 1 of a head that raises the logit of each token that it attends to
+          `W_U W_OV W_E`: 1 for a head that raises the logit of each token that it attends to
           (Elhage et al. 2021, "Copying").
-        * `previous_token`: the mean weight on the previous position, where the inputs are the
-          rows of the position table alone.
+        * `previous_token`: the mean weight on the previous position if inputs are only the rows of
+          the position table.
         """
         return [
             {
@@ -193,23 +193,24 @@ def circuits(
     positions: Float[Tensor, "T E"] | None = None,
     length: int = 256,
 ) -> Circuits:
-    """Read the QK and OV circuits of every head from a model's weights; it is not run.
+    """Read the QK and OV circuits of every head from a model's weights, without running it.
 
-    Layers are numbered as modules stand in the model, from 0. Circuits are kept in factors: no
-    matrix of the residual stream's width squared is built for a head.
+    Layers are numbered from 0 in the order of the model's modules. Circuits are kept in factors: no
+    `[E, E]` matrix is built for a head.
 
     Args:
         model: a model whose attention weights are in one of the layouts of `headwise.weights`.
-        num_heads: the number of query heads; by default what the module or its config says.
-        fold: let q, k and v include the gain of the norm before attention, and its centering, so
-            that they read the residual stream; and the unembedding those of the last norm. The
-            scale of a norm depends on the text, and is left out. False takes weights as they are.
-        embedding, unembedding, positions: the tables of tokens, of logits and of positions; by
-            default found in the model.
-        length: of how many positions `previous_token` is the mean.
+        num_heads: the number of query heads. Default: from the module or its config.
+        fold: fold the gain and the centering of the norm before attention into q, k and v, so that
+            they read the residual stream, and those of the last norm into the unembedding. The
+            scale of a norm depends on the text and is omitted. False uses the weights unchanged.
+        embedding, unembedding, positions: the tables of tokens, of logits and of positions.
+            Default: found in the model.
+        length: the number of positions over which `previous_token` is averaged.
 
     Raises:
-        ValueError: weights of no known layout; a number of heads that is unknown or does not fit.
+        ValueError: the layout of the weights is unknown; or the number of heads is unknown or does
+            not fit.
 
     >>> from headwise.models import builtin, load
     >>> model, _ = load(builtin())
@@ -283,7 +284,7 @@ def _layer(
 def _parts(
     layer: LayerTensors, state: Mapping[str, Tensor], num_heads: int | None, quoted: str
 ) -> tuple[Parts, Tensor]:
-    """Return the parts of a layer in float32 at least, and the key/value head of each head."""
+    """Return the parts of a layer in at least float32, and the key/value head of each head."""
     held, patterns = stored_tensors(layer, state.__getitem__)
     alone = any("{n}" in name for name in layer.where)  # heads have tensors of their own
     call = f"{quoted} at {layer.prefix!r}" if layer.prefix else quoted
@@ -299,12 +300,12 @@ def _parts(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a weight in float32 at least, without a graph."""
+    """Return a weight in at least float32, without a graph."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _heads_of(module: nn.Module | None, model: nn.Module) -> int | None:
-    """Return the number of heads that a module, a part of it or its config has as an attribute."""
+    """Return the number of heads in an attribute of a module, a submodule or its config."""
     owners: Iterator[Any] = iter([*(module.modules() if module else ()), model])
     for owner in owners:
         for holder in (owner, getattr(owner, "config", None)):
@@ -315,13 +316,13 @@ def _heads_of(module: nn.Module | None, model: nn.Module) -> int | None:
 
 
 def _scale(module: nn.Module | None) -> float | None:
-    """Return the factor of the scores where a module has it as a number."""
+    """Return the factor of the scores from an attribute of a module, if any."""
     found = [getattr(module, name, None) for name in ("scale", "scaling")]
     return next((x for x in found if isinstance(x, float)), None)
 
 
 def _norm_before(place: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the name of the norm that attention at a place reads; empty if none is known."""
+    """Return the name of the norm before an attention module; "" if none is known."""
     parent = place.rpartition(".")[0]
     block = modules.get(parent)
     first = getattr(block, "norm_first", getattr(block, "do_layer_norm_before", True))
@@ -331,7 +332,7 @@ def _norm_before(place: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 class _Tables:
-    """The tables of a model's tokens, logits and positions, and the reasons for lacking ones."""
+    """The tables of a model's tokens, logits and positions, and the reasons for missing ones."""
 
     def __init__(
         self,
@@ -402,7 +403,7 @@ class _Tables:
 
 
 def _positions(modules: Mapping[str, nn.Module]) -> Tensor | None:
-    """Return the largest table of positions, less the rows before that of the first position."""
+    """Return the largest table of positions, without the rows before the first position."""
     found = [
         one.weight[getattr(one, "offset", 0 if one.padding_idx is None else one.padding_idx + 1) :]
         for one in _embeddings("wpe|pos", modules)

@@ -1,4 +1,4 @@
-"""Detectors of heads with a known pattern, with the numbers of TransformerLens' `detect_head`."""
+"""Detectors of heads with a known pattern, with the scores of TransformerLens' `detect_head`."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def detect_heads(
     """Score how well the attention of each head of a decoder fits a pattern, without T×T.
 
     Args:
-        model: any causal model that `watch()` sees.
-        ids: the tokens of the text, which the model is called with unless `inputs` is given.
+        model: any causal model that `watch()` supports.
+        ids: the tokens of the text, the input of the model unless `inputs` is given.
         kind: `"previous_token_head"` (the key before), `"duplicate_token_head"` (earlier keys of
             the same token) or `"induction_head"` (the keys after these).
-        exclude_bos, exclude_current_token: leave out attention to the first key, or to the query's
+        exclude_bos, exclude_current_token: exclude attention to the first key, or to the query's
             own position.
-        measure: `"mul"`: the share of all attention that goes to the pattern. `"abs"`: 1 less the
-            sum of `|A − pattern|` over the number of tokens; TransformerLens rounds it to three
+        measure: `"mul"`: the share of all attention on the pattern. `"abs"`: 1 minus the sum of
+            `|A − pattern|` divided by the number of tokens; TransformerLens rounds it to three
             digits.
-        inputs: what the model is called with: keywords, arguments, or the only argument.
+        inputs: the inputs of the model: keywords, arguments, or a single argument.
 
     Returns:
         A score for each text and head, `[B]` by address. The table has means over texts, in a
         column of the kind's name.
 
     Raises:
-        ValueError: an unknown kind or measure; no attention seen.
+        ValueError: an unknown kind or measure; no attention was captured.
 
     >>> from headwise.models import builtin, load
     >>> model, _ = load(builtin())
@@ -94,7 +94,7 @@ def detect_heads(
 
 
 def _count(keys: Mask, ids: Tensor) -> Tensor:
-    """Return how many pairs of a pattern there are among keys up to the query, `[B]`."""
+    """Return the number of pairs of a pattern among keys up to the query, `[B]`."""
     batch, length = ids.shape
     extent, total = Extent(batch, 1, 1, length, length), ids.new_zeros(batch)
     for start in range(0, length, 256):  # never the whole matrix

@@ -35,26 +35,26 @@ def rollout(
 ) -> Float[Tensor, "B T"]:
     """Compute the attention rollout of a token: a share for each input token, in O(T) memory.
 
-    The row of the token in `Â_L ⋯ Â_1`, where `Â` is `residual · I + (1 − residual) · A` with rows
-    that sum to 1, and A the mean of a layer's weights over heads. All layers of one run are taken,
-    in the order of their calls.
+    This is the row of the token in `Â_L ⋯ Â_1`, where `Â` is `residual · I + (1 − residual) · A`
+    with rows that sum to 1, and A is the mean of a layer's weights over heads. All layers of one
+    run are used, in the order of their calls.
 
     Args:
-        model: any model that `watch()` sees, whose layers attend from all tokens to all tokens.
-        inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
-            of arguments, or the only argument.
+        model: any model that `watch()` supports, whose layers attend from all tokens to all tokens.
+        inputs: the inputs: a dict of keywords (the output of a tokenizer), a tuple or list
+            of arguments, or a single argument.
         token: the position of the token, from 0, or from the end if negative; or one for each row
             of the batch, `[B]`. The class token of a ViT is 0.
         residual: the share of the residual stream, from 0 to 1.
-        modules: take these alone, as in `watch()`: self-attention of an encoder and a decoder, for
+        modules: use only these, as in `watch()`: self-attention of an encoder and a decoder, for
             example, cannot be multiplied.
 
     Returns:
         Shares that sum to 1, in float32 (float64 for a model in float64).
 
     Raises:
-        ValueError: no attention seen; layers of different lengths, or with other keys than queries;
-            a token that there is not; a residual beyond 0 and 1.
+        ValueError: no attention was captured; layers have different lengths, or other keys than
+            queries; the token is out of range; `residual` is not from 0 to 1.
 
     >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
@@ -83,18 +83,18 @@ def relevance(
 ) -> Float[Tensor, "B T"]:
     """Compute the gradient-weighted relevance of each input token to a score, for one token.
 
-    The row of the token in `(I + Ā_L) ⋯ (I + Ā_1)`, where `Ā` is the mean over heads of
+    This is the row of the token in `(I + Ā_L) ⋯ (I + Ā_1)`, where `Ā` is the mean over heads of
     `max(0, A · ∂score/∂A)`. The T×T gradient is not built: it is `∂score/∂o_i · v_j`.
 
     Args:
-        model, inputs, token, modules: as in `rollout()`. Gradients of parameters are left as they
-            are, and frozen parameters will do.
-        score: `score(output)` returns the number that is explained from what the model returns, for
-            each row of the batch `[B]` or as their sum: a logit, mostly.
+        model, inputs, token, modules: as in `rollout()`. Gradients of parameters do not change, and
+            parameters may be frozen.
+        score: `score(output)` returns the explained score from the model's output, usually a logit:
+            for each row of the batch, `[B]`, or their sum.
 
     Raises:
-        ValueError: as `rollout()`; a score of another shape, or without a gradient; values that are
-            not visible.
+        ValueError: as for `rollout()`; the score has another shape or no gradient; values are not
+            visible.
 
     >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
@@ -132,7 +132,7 @@ def row_of_token(call: AttentionCall, token: int | Tensor, quoted: str) -> Float
     """Return the rows of the identity that belong to a token, or to one for each batch row.
 
     Raises:
-        ValueError: a token that there is not.
+        ValueError: the token is out of range.
     """
     batch, length, q = call.batch, call.queries, call.q
     number = as_int(token)
@@ -155,7 +155,7 @@ def carried(one: KeptCall, row: Float[Tensor, "B T"]) -> Float[Tensor, "B H S"]:
 
 def _carry(one: KeptCall, row: Tensor, share: float | None) -> tuple[Tensor, Tensor]:
     """Return a row times the mean of a layer's weights over heads, `[B, S]`, and the row itself,
-    divided for rollout by what rows of `Â` sum to."""
+    divided by the row sums of `Â` for rollout."""
     some = row.any(0).nonzero()[:, 0]
     few = len(some) < row.shape[1] // 2
     given = row[:, some] if few else row
@@ -191,7 +191,7 @@ class _Carried(Statistic):
 
 
 class _Flow(OfPass):
-    """The row after a layer. Two such needs are equal if they serve the same statistic."""
+    """The row after a layer. Two such needs are equal if they belong to the same statistic."""
 
     name = "flow"
 
@@ -219,8 +219,8 @@ class _Flow(OfPass):
         return work.by_head(found.total), found.row
 
     def _row(self, work: Work) -> Tensor:
-        """Return the row, divided for rollout by what rows of `Â` sum to: where there is a sink or
-        no key, that is less than 1."""
+        """Return the row, divided by the row sums of `Â` for rollout, which are below 1 with a sink
+        or without a visible key."""
         view, of = work.view, self.of
         row = of.row.to(view.dtype)
         if of.share is None:

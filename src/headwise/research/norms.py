@@ -1,4 +1,4 @@
-"""Normalization layers as the maps that they are while their scale is held."""
+"""Normalization layers as affine maps with a fixed scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBE = 1e3
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if the class of a module is named a normalization.
+    """Return True if the class name of a module is that of a normalization.
 
     >>> is_norm(nn.LayerNorm(4)), is_norm(nn.RMSNorm(4)), is_norm(nn.Linear(4, 4))
     (True, True, False)
@@ -36,7 +36,7 @@ class NormMap:
         """Find the map of a norm of any class by trying it on two vectors.
 
         Raises:
-            ValueError: the module gives something else than a norm does.
+            ValueError: the module does not compute a norm.
 
         >>> found = NormMap.of(nn.LayerNorm(6), 6)
         >>> found.centers, found.gain.round(decimals=6).tolist()
@@ -60,16 +60,16 @@ class NormMap:
         return found
 
     def centered(self, x: Tensor) -> Tensor:
-        """Return `x` less its mean over features, where the norm subtracts that."""
+        """Return `x` minus its mean over features, if the norm subtracts it."""
         return x - x.mean(-1, keepdim=True) if self.centers else x
 
     def scale(self, x: Tensor) -> Tensor:
-        """Return what `centered(x)` is divided by, `[…, 1]`, without an eps."""
+        """Return the divisor of `centered(x)`, `[…, 1]`, without an eps."""
         return self.centered(x).square().mean(-1, keepdim=True).sqrt()
 
     def read_by(self, weight: Tensor) -> Tensor:
-        """Return a weight `[…, E]` that reads the norm's output as one that reads its input,
-        up to the scale: `W · diag(gain)`, centered."""
+        """Convert a weight `[…, E]` on the norm's output to one on its input, up to the scale:
+        `W · diag(gain)`, centered."""
         return self.centered(weight * self.gain.to(weight))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activation patching over heads and positions, with its estimate by gradients beside it."""
+"""Activation patching over heads and positions, and its gradient estimate."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Patched(HeadTable):
     """The result of `patch()`.
 
     Attributes:
-        clean, corrupted: the metric of both runs, `[B]`; `[1]` of a metric that is one number.
+        clean, corrupted: the metric of both runs, `[B]`; `[1]` for a scalar metric.
         positions: the positions that are patched one at a time; `None` for all at once.
         patched: the metric of each patched run: `patched["L2H9"]` `[B, P]`, with P = 1 for all
             positions at once.
-        estimate: to first order, what patching adds to the metric, in the same shape: `[1, P]` of a
-            metric that is one number. `None` where it was not computed.
+        estimate: the first-order effect of patching on the metric, in the same shape; `[1, P]` for
+            a scalar metric. `None` if it was not computed.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Patched(HeadTable):
         """Return a row for each head, or for each head and `position`: `layer`, `head`, `module`.
 
         * `patched`: the metric of the patched run, as a mean over the batch.
-        * `effect`: what patching adds to the metric of the corrupted run.
-        * `restored`: the effect over the difference of clean and corrupted run; absent where these
-          are equal.
-        * `estimate`: the effect to first order (Nanda 2023, "attribution patching").
+        * `effect`: the change of the metric of the corrupted run by patching.
+        * `restored`: the effect divided by the difference of clean and corrupted run; absent if
+          these are equal.
+        * `estimate`: the first-order effect (Nanda 2023, "attribution patching").
         """
         rows = []
         gap = (self.clean - self.corrupted).double().mean().item()
@@ -84,25 +84,27 @@ def patch(
     modules: Modules = None,
     report: Callable[[float], None] | None = None,
 ) -> Patched:
-    """Measure a metric of a corrupted run in which one head's output at a time is the clean run's.
+    """Measure a metric of a corrupted run with one head's output at a time from the clean run.
 
-    One forward pass for each head, or for each head and position. Attribution patching estimates
-    all of them by one backward pass: `(clean − corrupted) · ∂metric/∂output`.
+    This takes one forward pass for each head, or for each head and position. Attribution patching
+    estimates all of them in one backward pass: `(clean − corrupted) · ∂metric/∂output`.
 
     Args:
-        model: any model that `watch()` sees, in evaluation mode.
-        clean, corrupted: what the model is called with, each a dict of keywords, a tuple or list of
-            arguments, or the only argument; of the same sizes.
-        metric: `metric(output)` for each row of the batch `[B]`, or one number: a difference of
-            logits, mostly.
-        positions: True patches each position by itself, a list those in it; False all at once.
-        estimate: compute the estimate, too; it needs a metric with a gradient.
-        modules: patch these alone, as in `watch()`.
+        model: any model that `watch()` supports, in evaluation mode.
+        clean, corrupted: inputs of the model, each a dict of keywords, a tuple or list of
+            arguments, or a single argument; of the same sizes.
+        metric: `metric(output)` for each row of the batch, `[B]`, or a scalar; usually a
+            difference of logits.
+        positions: True patches each position separately, a list only those positions; False
+            patches all at once.
+        estimate: also compute the estimate, which requires a metric with a gradient.
+        modules: patch only these, as in `watch()`.
         report: called after every forward pass with the completed fraction.
 
     Raises:
-        ValueError: a model in training mode; no attention seen; runs of different sizes; positions
-            that there are not; a metric of another shape, or (for the estimate) without a gradient.
+        ValueError: the model is in training mode; no attention was captured; runs have different
+            sizes; a position is out of range; the metric has another shape, or no gradient for the
+            estimate.
 
     >>> from headwise.models import builtin, load
     >>> model, _ = load(builtin())

@@ -1,4 +1,4 @@
-"""`HeadValues`: a tensor of every head, by its address."""
+"""`HeadValues`: a tensor per head, by its address."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..capture.head_address import HeadAddress, Layer, is_head, module_of, parse
 
 
 class HeadValues(HeadTable):
-    """A tensor of every head: `values["L2H9"]` `[B, …]`, or of a layer, `values["L2"]` `[B, H, …]`.
+    """A tensor per head: `values["L2H9"]` `[B, …]`, or per layer, `values["L2"]` `[B, H, …]`.
 
-    Heads and layers have any of their addresses. `table()` has one number for each head.
+    Any address of heads and layers is accepted. `table()` has one number for each head.
 
     Attributes:
         metric: the name of the column in `table()`.

@@ -1,4 +1,4 @@
-"""The vectors that heads write: their outputs, their parts of a logit, and norms of their terms."""
+"""Vectors that heads write: their outputs, their contributions to logits, and weighted norms."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> H
     """Run a model and return the output of every head, before the output projection.
 
     Args:
-        model: any model that `watch()` sees.
-        inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
-            of arguments, or the only argument.
-        modules: take these alone, as in `watch()`.
+        model: any model that `watch()` supports.
+        inputs: the inputs: a dict of keywords (the output of a tokenizer), a tuple or list
+            of arguments, or a single argument.
+        modules: use only these, as in `watch()`.
 
     Returns:
         `outputs["L2H9"]` `[B, T, Dv]` and `outputs["L2"]` `[B, H, T, Dv]`, without a graph. The
         table has the mean length of each head's output, `output_norm`.
 
     Raises:
-        ValueError: no attention seen; a module that is called with different shapes.
+        ValueError: no attention was captured; a module that is called with different shapes.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -48,28 +48,28 @@ def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> H
 
 
 def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues:
-    """Compute what each head writes straight into a logit, or into any function of the logits.
+    """Compute the direct contribution of each head to a logit, or to any function of the logits.
 
-    The direct path alone counts: from a head's output through the output projection, the residual
-    stream and the last norm, whose scale is held, to `score`. Paths through later heads and MLPs
-    are cut: heads where their outputs are made, MLPs at the norm before them. A score that is not
-    linear in the logits is taken to first order.
+    Only the direct path counts: from a head's output through the output projection, the residual
+    stream and the last norm, with a fixed scale, to `score`. Paths through later heads and MLPs are
+    cut: at the outputs of heads, and at the norms before MLPs. A score that is not linear in the
+    logits is linearized.
 
     Args:
-        model: any model that `watch()` sees whose blocks add what they write to a residual stream.
-            The last norm is the one that is called last.
+        model: any model that `watch()` supports, with a residual stream to which blocks add their
+            outputs. The last norm is the one that is called last.
         inputs: as in `head_outputs()`.
         score: `score(output)` for each row of the batch `[B]`, or its sum: a logit such as
             `out.logits[:, -1, 7]`, or a difference of logits.
 
     Returns:
-        For each head `[B, T]`, what its output at each position adds to the score. A score of the
-        last position has zeros elsewhere. The table has sums over positions, as a mean over the
-        batch: `attribution`.
+        The contribution of each head's output at each position to the score, `[B, T]`. For a score
+        of the last position, other positions are zero. The table has sums over positions, averaged
+        over the batch: `attribution`.
 
     Raises:
-        ValueError: no attention seen; no direct path, as in models that normalize the stream itself
-            (post-norm); a score of another shape, or without a gradient.
+        ValueError: no attention was captured; there is no direct path, as in models that normalize
+            the stream itself (post-norm); the score has another shape or no gradient.
 
     >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
@@ -107,21 +107,21 @@ def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues
 def weighted_norms(
     model: nn.Module, inputs: Any, token: int | Tensor | None = None, *, modules: Modules = None
 ) -> HeadValues:
-    """Compute the lengths of what heads take from each key: `α_ij ‖W_h v_j‖`, without T×T.
+    """Compute the weighted norm of each key's value vector, `α_ij ‖W_h v_j‖`, without T×T.
 
     Args:
-        model: any model that `watch()` sees whose output projection is known.
+        model: any model that `watch()` supports whose output projection is known.
         inputs: as in `head_outputs()`.
-        token: the position of the query, as in `rollout()`. Without, the sum over all queries:
+        token: the position of the query, as in `rollout()`. Default: the sum over all queries,
             `‖W_h v_j‖ Σ_i α_ij`.
-        modules: take these alone, as in `watch()`.
+        modules: use only these, as in `watch()`.
 
     Returns:
-        For each head `[B, S]`. The table has sums over keys, as a mean over the batch:
+        `[B, S]` for each head. The table has sums over keys, averaged over the batch:
         `weighted_norm`.
 
     Raises:
-        ValueError: no attention seen; an output projection or values that are not known.
+        ValueError: no attention was captured; an output projection or values that are not known.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -158,7 +158,7 @@ def weighted_norms(
 
 @contextmanager
 def _norms(model: nn.Module, hook: Any) -> Iterator[None]:
-    """Hook every normalization of a model while this lasts."""
+    """Hook every normalization of a model in a `with` block."""
     handles = [one.register_forward_hook(hook) for one in model.modules() if is_norm(one)]
     try:
         yield
@@ -168,7 +168,7 @@ def _norms(model: nn.Module, hook: Any) -> Iterator[None]:
 
 
 def _held(form: NormMap, x: Tensor, out: Tensor) -> Tensor:
-    """Return a norm's output, with the gradient that it has while its scale is held."""
+    """Return a norm's output, with the gradient for a fixed scale."""
     linear = form.centered(x) * form.gain.to(x.dtype)
     given, plain = (out - form.shift.to(out.dtype)).detach(), linear.detach()
     factor = (given * plain).sum(-1, keepdim=True) / plain.square().sum(-1, keepdim=True)
