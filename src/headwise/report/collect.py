@@ -143,9 +143,9 @@ def collect(
         names = [name for statistic in requested for name in statistic.names]
         _check(readings["entropy"], place, len(collected.seen.modules))
         figures = {name: readings[name] for name in names}
-        layer = (
-            None if resolution is None else _layer(place, kind, queries, keys, readings, resolution)
-        )
+        layer = None
+        if resolution is not None:
+            layer = _layer(place, kind, queries, keys, readings, resolution)
         looked_at = call.batch * place.queries
 
         def keep(there: int) -> None:
@@ -248,7 +248,7 @@ def _layer(
     empty = np.zeros((place.heads, place.queries, 0), dtype=np.float32)
     entropy = readings["entropy"]
     assert entropy.rows is not None
-    alive = entropy.rows.expand(entropy.values.shape)[0].cpu().numpy()
+    valid = entropy.rows.expand(entropy.values.shape)[0].cpu().numpy()
     causal = kind == "self" and not np.triu(maps, 1).any()
     visible = _first_row(readings["visible"], np.int64).max(0)
     plain = np.arange(place.queries) + 1 if causal else place.keys
@@ -261,7 +261,7 @@ def _layer(
         maps=maps,
         top_keys=_first_row(readings["top_keys"], np.int32) if resolution.top_keys else empty,
         top_weights=_first_row(readings["top_weights"]) if resolution.top_keys else empty,
-        entropy=np.where(alive, _first_row(entropy), np.nan),
+        entropy=np.where(valid, _first_row(entropy), np.nan),
         received=_first_row(readings["received"]),
         offsets=_offsets(readings) if kind == "self" else None,
         visible=None if np.all(visible == plain) else visible,

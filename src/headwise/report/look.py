@@ -152,12 +152,8 @@ def look(
         if ablation:
             scan = None
             if own:
-                scan = ablation_scan(
-                    model,
-                    mean_loss,
-                    samples,
-                    report=lambda share: report_progress("ablation", share),
-                )
+                shown = partial(report_progress, "ablation")
+                scan = ablation_scan(model, mean_loss, samples, report=shown)
             effects.append(shared.merged(scan).table())
     streams = [part.stream for part in first.parts]
     rows = rows_of(collected, streams, effects, errors=facts["texts"] > 1)
@@ -198,19 +194,17 @@ def _collect_all(
     total, number = 0.0, 0
     for sample in samples:
         drawn = resolution if sample is first else None
-        losses = _run(
-            subject, sample, partial(collect, subject.model, sample, collected, resolution=drawn)
-        )
+        gathered = partial(collect, subject.model, sample, collected, resolution=drawn)
+        losses = _run(subject, sample, gathered)
         if losses is None and subject.loss_of:  # from a separate forward, with masked tokens
             losses = subject.losses(sample)
         if losses is not None:
             total, number = total + float(losses.sum()), number + losses.numel()
     total, number, read, short = shared.sums(total, number, samples.read, samples.short)
     shared.merge(collected)
+    skipped = _skipped_modules(collected.seen.left_out)
     facts = {
-        **_facts_of(
-            subject, first, (int(read), int(short)), _skipped_modules(collected.seen.left_out)
-        ),
+        **_facts_of(subject, first, (int(read), int(short)), skipped),
         "layers": len(places),
         "heads": sum(place.heads for place in places),
         "map_side": resolution.map_side,
@@ -317,6 +311,7 @@ def _facts_of(
     """Return the facts about the model and the texts, such as the numbers read and skipped."""
     model, (read, short) = subject.model, texts
     weights = next(model.parameters())
+    notices = _truncated(first, subject), _vocabulary_mismatch(subject), _repetitive(first)
     return {
         "kind": subject.kind,
         "architecture": type(model).__name__,
@@ -327,18 +322,7 @@ def _facts_of(
         **({"too_short": short} if short else {}),
         "tokens": first.total,
         "tokens_shown": len(first.parts[0]),
-        "notice": " ".join(
-            filter(
-                None,
-                (
-                    _truncated(first, subject),
-                    _vocabulary_mismatch(subject),
-                    _repetitive(first),
-                    *unseen,
-                ),
-            )
-        )
-        or None,
+        "notice": " ".join(filter(None, (*notices, *unseen))) or None,
         "loss": subject.loss_of,
         "dtype": str(weights.dtype).removeprefix("torch."),
         "device": weights.device.type,

@@ -28,9 +28,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursio
 """The errors that reading a damaged document raises."""
 
 FINE_ENTRIES = 150_000  # up to this number of top weights, each has a resolution of 1/65534
-FINE_PAIRS = (
-    512 * 512 // 2
-)  # up to this number of pairs of heads, similarity has a resolution of 1/254
+FINE_PAIRS = 512**2 // 2  # up to this number of pairs of heads, similarity has one of 1/254
 
 
 FACTS = {
@@ -270,14 +268,12 @@ def _explain(error: Exception) -> str:
 
 def _stream(stream: Stream) -> dict[str, Any]:
     picture = stream.picture and base64.b64encode(stream.picture).decode("ascii")
-    return {
-        "name": stream.name,
-        "tokens": stream.tokens,
-        "special": list(stream.special),
-        "grid": stream.grid and list(stream.grid),
-        "picture": picture,
-        "pieces": stream.pieces,
-    }
+    grid = stream.grid and list(stream.grid)
+    return vars(stream) | {"special": list(stream.special), "grid": grid, "picture": picture}
+
+
+_PLAIN = ("name", "kind", "causal", "queries", "keys")
+"""The fields of a layer that are stored unchanged."""
 
 
 def _layer(look: Look, layer: Layer) -> dict[str, Any]:
@@ -285,15 +281,10 @@ def _layer(look: Look, layer: Layer) -> dict[str, Any]:
     tokens = max(layer.top_keys.shape[1], layer.received.shape[1])
     positions = budget(heads, tokens).positions
     fine = heads * layer.top_weights[0].size <= FINE_ENTRIES
-    levels = (
-        BYTE if layer.repeat is None or heads * layer.repeat[0].size > FINE_ENTRIES else TWO_BYTES
-    )
+    small = layer.repeat is not None and heads * layer.repeat[0].size <= FINE_ENTRIES
+    levels = TWO_BYTES if small else BYTE
     return {
-        "name": layer.name,
-        "kind": layer.kind,
-        "causal": layer.causal,
-        "queries": layer.queries,
-        "keys": layer.keys,
+        **{key: getattr(layer, key) for key in _PLAIN},
         "maps": pack(layer.maps, root=True),
         "top_keys": pack_whole(layer.top_keys),
         "top_weights": pack(layer.top_weights, TWO_BYTES if fine else BYTE),
@@ -335,9 +326,8 @@ def _look_of(document: dict[str, Any]) -> Look:
         read = look.streams[layer.queries], look.streams[layer.keys]
         if layer.top_keys.shape[1] != len(read[0].tokens):
             raise ValueError(f"the queries of {layer.name} do not match the number of tokens")
-        if layer.repeat is not None and len(look.repeats[layer.queries].tokens) != len(
-            layer.repeat[0]
-        ):
+        repeat = layer.repeat
+        if repeat is not None and len(look.repeats[layer.queries].tokens) != len(repeat[0]):
             raise ValueError(f"{layer.name}: its map of repeats does not match their tokens")
     return look
 
@@ -402,7 +392,7 @@ def _stream_of(document: dict[str, Any]) -> Stream:
 
 def _layer_of(document: dict[str, Any]) -> Layer:
     arrays = ("maps", "top_keys", "top_weights", "entropy", "received")
-    fields = {key: document[key] for key in ("name", "kind", "causal", "queries", "keys")}
+    fields = {key: document[key] for key in _PLAIN}
     fields |= {key: unpack(document[key]) for key in arrays}
     for key in ("offsets", "repeat"):  # files of earlier versions have no repeat
         fields[key] = None if document.get(key) is None else unpack(document[key])

@@ -93,9 +93,9 @@ class Timeline:
         """Return a row for each head with its values at the recorded step with the given index."""
         rows: list[dict[str, Any]] = [{"layer": layer, "head": n} for layer, n in self.heads]
         for name, track in self.tracks.items():
-            for column, series_values in ((name, track.values), (f"{name}_se", track.errors)):
-                if series_values is not None:
-                    for row, value in zip(rows, series_values[place].tolist(), strict=True):
+            for column, values in ((name, track.values), (f"{name}_se", track.errors)):
+                if values is not None:
+                    for row, value in zip(rows, values[place].tolist(), strict=True):
                         row[column] = value
         return rows
 
@@ -151,11 +151,11 @@ def file_of(path: Path) -> Path:
         return path
     if (path / HISTORY).is_file():
         return path / HISTORY
-    series_values = sorted(path.glob("*.sqlite"))
-    if len(series_values) == 1:
-        return series_values[0]
-    if series_values:
-        names = ", ".join(one.name for one in series_values)
+    files = sorted(path.glob("*.sqlite"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(one.name for one in files)
         raise TimelineError(f"{path}: the folder has several histories; choose one: {names}")
     raise FileNotFoundError(
         f"{path}: the folder has no history; record one with `headwise train --monitor` or "
@@ -195,9 +195,9 @@ def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
     there = np.isin(series.steps, steps)
     place = np.searchsorted(steps, series.steps[there])
 
-    def spread(series_values: Array) -> Array:
+    def spread(values: Array) -> Array:
         whole = np.full((len(steps), heads), np.nan)
-        whole[place] = series_values[there][:, :heads]
+        whole[place] = values[there][:, :heads]
         return whole
 
     sampled = bool(series.sampled.any())
@@ -224,8 +224,8 @@ def matched(one: Timeline, other: Timeline) -> tuple[Timeline, Timeline, list[st
     """
     heads = [head for head in one.heads if head in set(other.heads)]
     names = [name for name in one.tracks if name in other.tracks]
-    for series_values, what in ((heads, "head"), (names, "statistic")):
-        if not series_values:
+    for shared, what in ((heads, "head"), (names, "statistic")):
+        if not shared:
             raise TimelineError(
                 f"{one.name} and {other.name} have no {what} in common; compare two runs of the "
                 f"same model"

@@ -124,11 +124,9 @@ class Vocabulary:
         if limit is not None and total > limit:
             done = self.tokenizer(**given, **requested, truncation=True, max_length=limit)
         ids, special = list(done["input_ids"]), _places(done["special_tokens_mask"])
-        offsets = done.get("offset_mapping")
-        pieces = (
-            self._decoded(ids, special) if offsets is None else pieces_of(text, offsets, special)
-        )
-        return Encoded(ids, special, total, pieces)
+        if (offsets := done.get("offset_mapping")) is None:
+            return Encoded(ids, special, total, self._decoded(ids, special))
+        return Encoded(ids, special, total, pieces_of(text, offsets, special))
 
     def pieces(self, ids: list[int]) -> list[str] | None:
         """Return the text of these tokens, cut where they end; None if the tokenizer gives none."""
@@ -251,13 +249,9 @@ def tokenizer_of(tokenizer: Any, *, add_special: bool = True) -> AnyTokenizer:
     """
     if Vocabulary.takes(tokenizer):
         return Vocabulary(tokenizer, add_special=add_special)
-    if callable(getattr(tokenizer, "encode", None)) and callable(
-        getattr(tokenizer, "decode", None)
-    ):
+    if all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
         return OtherTokenizer(tokenizer)
-    if tokenizer is None or (
-        isinstance(tokenizer, Mapping | Sequence) and not isinstance(tokenizer, str | bytes)
-    ):
+    if isinstance(tokenizer, Mapping | Sequence | None) and not isinstance(tokenizer, str | bytes):
         return TokenStrings(tokenizer)
     raise _no_tokenizer(tokenizer)
 
@@ -351,12 +345,10 @@ class TokenStrings:
 
     def __init__(self, strings: Mapping[int, str] | Sequence[str] | None) -> None:
         self.given = strings
-        if isinstance(strings, Mapping):
-            self._strings = dict(strings)
-        else:
-            self._strings = dict(enumerate(strings or ()))
-        if not all(isinstance(one, str) for one in self._strings.values()) or not all(
-            isinstance(one, int) for one in self._strings
+        by_id = strings if isinstance(strings, Mapping) else enumerate(strings or ())
+        self._strings = dict(by_id)
+        if any(
+            not (isinstance(i, int) and isinstance(text, str)) for i, text in self._strings.items()
         ):
             raise LookError(
                 f"tokenizer={strings!r:.80}: pass a string for each id, as a list or as a dict "

@@ -177,18 +177,13 @@ def _described(name: str, tracks: Sequence[Track]) -> dict[str, Any]:
         title, short = f"{title}, on the probe", f"{short} (probe)"
     sampled = any(track.sampled for track in tracks)
     kind = tracks[0].kind
+    of = "The maximum over all queries."
     if kind == "mean":
         of = "A mean over sampled queries." if sampled else "A mean over queries."
-    else:
-        of = (
-            "Over sampled queries only: a lower bound."
-            if sampled
-            else "The maximum over all queries."
-        )
-    return {
-        **{"key": name, "title": title, "short": short, "unit": unit},
-        **{"kind": kind, "meaning": f"{meaning} {of}".strip()},
-    }
+    elif sampled:
+        of = "Over sampled queries only: a lower bound."
+    described = {"key": name, "title": title, "short": short, "unit": unit}
+    return described | {"kind": kind, "meaning": f"{meaning} {of}".strip()}
 
 
 # --- a run -----------------------------------------------------------------------------------
