@@ -63,7 +63,7 @@ def bad_name(name: str, worse: set[str]) -> bool:
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str, set[str]]]:
     """Yield the line and name of each definition, argument, attribute and module-level variable,
-    and of local variables that are verbs of speech."""
+    and of local variables that are verbs of speech or adjectives."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -74,7 +74,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str, set[str]]]:
                 yield node.lineno, node.arg, set()
             case ast.Attribute(ctx=ast.Store()):
                 yield node.lineno, node.attr, set()
-            case ast.Name(ctx=ast.Store()) if node.id in SPEECH:
+            case ast.Name(ctx=ast.Store()) if node.id in SPEECH | {"alive", "apart"}:
                 yield node.lineno, node.id, set()
         if isinstance(node, ast.Module | ast.ClassDef):
             for statement in node.body:

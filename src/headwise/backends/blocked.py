@@ -139,8 +139,8 @@ def statistics_again(call: Call, position: Callable[[Tensor], Tensor]) -> list[T
 def _figures(call: Call, block: Block, position: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
     full = block_definition(call, block, call.dropout)
     p = full.weights
-    alive = full.allowed.any(-1)
-    entering, outcomes = full.logits.masked_fill(~alive[..., None], 0.0), p
+    valid = full.allowed.any(-1)
+    entering, outcomes = full.logits.masked_fill(~valid[..., None], 0.0), p
     if full.sink is not None and call.sinks is not None:
         sinks = call.sinks.to(p.dtype).view(1, -1, 1, 1).expand(*p.shape[:3], 1)
         entering = torch.cat([entering, sinks], dim=-1)
@@ -149,7 +149,7 @@ def _figures(call: Call, block: Block, position: Callable[[Tensor], Tensor]) -> 
     # exact, and so are their gradients.
     top = entering.detach().amax(-1, keepdim=True)
     log_sum = torch.logsumexp(entering - top, dim=-1)
-    lse = torch.where(alive, top[..., 0] + log_sum, -torch.inf)
+    lse = torch.where(valid, top[..., 0] + log_sum, -torch.inf)
     log_p = (entering - top - log_sum[..., None]).masked_fill(outcomes == 0, 0.0)
     entropy = -(outcomes * log_p).sum(-1)
     queries = torch.arange(block.rows.start, block.rows.stop, device=p.device)

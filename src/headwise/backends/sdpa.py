@@ -295,8 +295,8 @@ def _dense_rows(x: Tensor, width: int) -> Tensor:
     if x.is_contiguous():
         return x
     strides = zip(x.shape[:3], x.stride()[:3], (True, True, False), strict=True)
-    apart = (n == 1 or step >= width or (shared and step == 0) for n, step, shared in strides)
-    return x if x.stride(-1) == 1 and all(apart) else x.contiguous()
+    dense = (n == 1 or step >= width or (shared and step == 0) for n, step, shared in strides)
+    return x if x.stride(-1) == 1 and all(dense) else x.contiguous()
 
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────

@@ -170,11 +170,11 @@ def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:
         module = row.get("module", row["layer"])
         there = joined.setdefault((module, row["head"]), {})
         row["layer"] = there.get("layer", row["layer"])
-        apart = [name for name in row if there.get(name, row[name]) != row[name]]
-        if apart:
+        clashing = [name for name in row if there.get(name, row[name]) != row[name]]
+        if clashing:
             raise ValueError(
                 f"join_tables(…): head {row['head']} of {module!r} has more than one "
-                f"{apart[0]}; rename it, or leave it out of one table."
+                f"{clashing[0]}; rename it, or leave it out of one table."
             )
         there.update(row)
     return list(joined.values())

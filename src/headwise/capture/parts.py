@@ -234,14 +234,14 @@ def at_end(
     found += _of_shares(whole, lost)
     if chunks := _chunks(rest, x):
         return found + chunks, []
-    apart = [w for w in rest if w.heads > 1 and sorted(x.shape) == sorted(w.shape)]
-    rest = [w for w in rest if w not in apart]
+    pending = [w for w in rest if w.heads > 1 and sorted(x.shape) == sorted(w.shape)]
+    rest = [w for w in rest if w not in pending]
     found += [_of_others(w, rest, _axes(x)[0], len(lost)) for w in rest]
     before = next((one.reason for one in found if one.reason), before)
     if before:  # what is left of a module is not all of it
         reason = f"stands beside another, of which not all could be seen: {before}"
         found = [one if one.reason else _left(one.call, reason) for one in found]
-    return found, apart
+    return found, pending
 
 
 def _of_streams(w: PendingCall, streams: Sequence[torch.Size]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .mask_import import Copy, MaskMemo
-from .serve import APART, AcceleratedCall, AttentionRequest, accelerators, note, serve
+from .serve import BYPASS, AcceleratedCall, AttentionRequest, accelerators, note, serve
 
 _NAME = "headwise"
 _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
@@ -44,7 +44,7 @@ def headwise_attention(
     note(_ROUTE, served)
     if isinstance(served, AcceleratedCall):
         return served.out().transpose(1, 2).contiguous(), None
-    with APART:  # sdpa would ignore sinks
+    with BYPASS:  # sdpa would ignore sinks
         return (_eager if special(options) else _sdpa())(*given, **options)
 
 

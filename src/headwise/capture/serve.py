@@ -105,7 +105,7 @@ class Accelerated:
         return "\n".join(lines)
 
 
-APART = Depth()
+BYPASS = Depth()
 """Inside it, calls run unchanged and are not counted."""
 
 SERVED = RefcountedPatch(lambda: lambda: None)
@@ -123,7 +123,7 @@ class Accelerator(CaptureSession):
 
         Calls in a graph that is being compiled run unchanged.
         """
-        return not torch.compiler.is_compiling() and not APART.now and self.names.inside
+        return not torch.compiler.is_compiling() and not BYPASS.now and self.names.inside
 
 
 def accelerators() -> tuple[CaptureSession, ...]:
@@ -168,7 +168,7 @@ class AcceleratedCall(OnePass):
         if lse is not None and not lse.is_cuda:  # reading it would make the host wait
             total = float(lse.detach().sum())  # −∞ for queries without a visible key
             if total == math.inf or math.isnan(total):
-                with APART:
+                with BYPASS:
                     return self.run()
         return out
 

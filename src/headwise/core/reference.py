@@ -105,20 +105,20 @@ def rows(
     keys = k.to(dtype).repeat_interleave(extent.group, dim=1)
     scores = (q.to(dtype) @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     logits, allowed = finish_scores(scores, mask, extent, i, j, softcap=softcap)
-    alive = allowed.any(-1, keepdim=True)
+    valid = allowed.any(-1, keepdim=True)
     # A row without keys has no softmax: use a finite placeholder and zero it afterwards, so that
     # neither its value nor its gradient is ever 0/0.
-    entering = logits.masked_fill(~alive, 0.0)
+    entering = logits.masked_fill(~valid, 0.0)
     if sinks is not None:
         sink_logits = sinks.to(dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
         entering = torch.cat([entering, sink_logits], dim=-1)
     outcomes = torch.softmax(entering, dim=-1)
     weights = torch.where(allowed, outcomes[..., : logits.shape[-1]], 0.0)
-    sink = None if sinks is None else torch.where(alive[..., 0], outcomes[..., -1], 0.0)
+    sink = None if sinks is None else torch.where(valid[..., 0], outcomes[..., -1], 0.0)
     # The gradient of PyTorch's logsumexp is exp(s − lse), which is inaccurate for a large lse.
     top = entering.detach().amax(-1, keepdim=True) if entering.shape[-1] else 0.0
     lse = (top + (entering - top).exp().sum(-1, keepdim=True).log())[..., 0]
-    lse = torch.where(alive[..., 0], lse, -torch.inf)
+    lse = torch.where(valid[..., 0], lse, -torch.inf)
     kept = weights
     if dropout:
         assert seed is not None

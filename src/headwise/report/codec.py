@@ -75,8 +75,8 @@ def pack_float(values: np.ndarray, planes: int) -> dict[str, Any]:
 
 def _planes(codes: np.ndarray, planes: int) -> dict[str, Any]:
     whole = np.ascontiguousarray(codes.ravel(), dtype=f">u{planes}")
-    apart = whole.view(np.uint8).reshape(-1, planes).T
-    return {"shape": list(codes.shape), "planes": planes, "data": gzip_b64(apart.tobytes())}
+    by_plane = whole.view(np.uint8).reshape(-1, planes).T
+    return {"shape": list(codes.shape), "planes": planes, "data": gzip_b64(by_plane.tobytes())}
 
 
 def unpack(grid: dict[str, Any]) -> np.ndarray:
@@ -91,8 +91,8 @@ def unpack(grid: dict[str, Any]) -> np.ndarray:
         raise ValueError(
             f"{len(content)} bytes do not match shape {list(shape)} with {planes} bytes each"
         )
-    apart = np.frombuffer(content, np.uint8).reshape(planes, -1)
-    codes = np.ascontiguousarray(apart.T).view(f">u{planes}").reshape(shape)
+    by_plane = np.frombuffer(content, np.uint8).reshape(planes, -1)
+    codes = np.ascontiguousarray(by_plane.T).view(f">u{planes}").reshape(shape)
     if "unit" in grid:
         return (codes.view(f">f{planes}").astype(np.float64) * grid["unit"]).astype(np.float32)
     if "levels" not in grid:

@@ -216,8 +216,8 @@ def _check_weights(folder: Path, loading_info: dict[str, Any]) -> None:
     Poolers are exempt: they come after the attention, and base models are often stored without one.
     """
     missing = sorted(name for name in loading_info["missing_keys"] if "pooler" not in name)
-    apart = sorted(str(one[0]) for one in loading_info.get("mismatched_keys", ()))
-    for names, fault in ((missing, "missing from the weights"), (apart, "of another shape")):
+    reshaped = sorted(str(one[0]) for one in loading_info.get("mismatched_keys", ()))
+    for names, fault in ((missing, "missing from the weights"), (reshaped, "of another shape")):
         if names:
             raise FolderError(f"{folder}: {and_more(names)}: {fault}, but required by {CONFIG}")
 

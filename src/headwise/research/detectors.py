@@ -81,8 +81,8 @@ def detect_heads(
     wanted = _count(keys, ids)[:, None] if measure == "abs" else ids.new_zeros(1, 1)
     for name in seen.modules:
         call = seen[name].calls[0]
-        sink, alive = call["sink"].values, call["sink"].rows
-        total = ((1 - sink) if alive is None else (1 - sink) * alive).sum(2)
+        sink, valid = call["sink"].values, call["sink"].rows
+        total = ((1 - sink) if valid is None else (1 - sink) * valid).sum(2)
         if exclude_bos:
             total = total - call["bos"].values.sum(2)
         if exclude_current_token:  # the first key of the first query is left out once

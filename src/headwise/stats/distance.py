@@ -58,16 +58,16 @@ class Distance(Statistic):
         return needs
 
     def metric(self, record: Record) -> dict[str, Reading]:
-        alive, ahead = record.valid_rows, record[POSITION]
-        readings = {"distance": Reading(-ahead, alive)}
+        valid, ahead = record.valid_rows, record[POSITION]
+        readings = {"distance": Reading(-ahead, valid)}
         if self.spread:
-            readings["distance_spread"] = Reading(record[_SPREAD], alive)
+            readings["distance_spread"] = Reading(record[_SPREAD], valid)
         if self.absolute:
             away, uniform = record[_EITHER_WAY]
             away = -ahead.detach() if away is None else away
             far = uniform > 0
             share = torch.where(far, away / torch.where(far, uniform, 1.0), 0.0)
-            readings["distance_absolute"] = Reading(away, alive)
+            readings["distance_absolute"] = Reading(away, valid)
             readings["distance_share"] = Reading(share, far)
         return readings
 
@@ -76,8 +76,8 @@ class Distance(Statistic):
         i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
         back = i - torch.arange(extent.keys, device=device)
         metrics = {"distance": (full.weights * back).sum(-1)}
-        alive = full.allowed.any(-1, keepdim=True)
-        among = torch.softmax(full.logits.masked_fill(~alive, 0.0), dim=-1) * alive
+        valid = full.allowed.any(-1, keepdim=True)
+        among = torch.softmax(full.logits.masked_fill(~valid, 0.0), dim=-1) * valid
         if self.spread:
             mean = (among * back).sum(-1, keepdim=True)
             metrics["distance_spread"] = (among * (back - mean).square()).sum(-1).sqrt()
@@ -228,8 +228,8 @@ class _Variance:
         before, new = self.weight[place], weight.double()
         total = before + new
         share = new / total.clamp(min=tiny)
-        apart = mean.double() + block.keys.start - self.mean[place]
-        joined = before * self.variance[place] + squares + before * share * apart.square()
+        shift = mean.double() + block.keys.start - self.mean[place]
+        joined = before * self.variance[place] + squares + before * share * shift.square()
         self.variance[place] = joined / total.clamp(min=tiny)
-        self.mean[place] += apart * share
+        self.mean[place] += shift * share
         self.weight[place] = total

@@ -37,16 +37,16 @@ class Entropy(Statistic):
 
     def metric(self, record: Record) -> dict[str, Reading]:
         view, entropy = record.view, record.answers[ENTROPY]
-        alive = view.valid_rows
+        valid = view.valid_rows
 
         def bound() -> Tensor:
-            outcomes = view.counts + alive if view.has_sinks else view.counts
+            outcomes = view.counts + valid if view.has_sinks else view.counts
             return outcomes.to(view.dtype).log().masked_fill(outcomes <= 1, torch.inf)
 
         most = view.once(("entropy bound", view.has_sinks), bound)
         shared = view.once(("entropy shared", view.has_sinks), lambda: most != torch.inf)
         return {
-            "entropy": Reading(entropy, alive),
+            "entropy": Reading(entropy, valid),
             "entropy_share": Reading(entropy / most, shared),
         }
 

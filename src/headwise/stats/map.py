@@ -39,9 +39,9 @@ class Map(Statistic):
 
     def metric(self, record: Record) -> dict[str, Reading]:
         extent, view = record.extent, record.view
-        alive = record.valid_rows.expand(extent.batch, extent.heads, extent.queries)
+        valid = record.valid_rows.expand(extent.batch, extent.heads, extent.queries)
         of_query = self.of(view.whole.queries, view.device)[view.queries]
-        count = self._valid(alive * view.weights, of_query)
+        count = self._valid(valid * view.weights, of_query)
         total = record[_BlockSums(self.blocks)]
         return {"map": Reading(total / count.clamp(min=1), over=count)}
 
@@ -52,17 +52,17 @@ class Map(Statistic):
             2, of_query, full.weights
         )
         total = total.new_zeros(e.batch, e.heads, n, n).index_add(3, of_key, total)
-        alive = full.allowed.any(-1).to(total.dtype)
-        return {"map": total / self._valid(alive, of_query).clamp(min=1)}
+        valid = full.allowed.any(-1).to(total.dtype)
+        return {"map": total / self._valid(valid, of_query).clamp(min=1)}
 
     def of(self, length: int, device: torch.device) -> Tensor:
         """Return the block of each position; blocks differ by at most one position in size."""
         return torch.arange(length, device=device) * self.blocks // max(length, self.blocks)
 
-    def _valid(self, alive: Tensor, of_query: Tensor) -> Tensor:
+    def _valid(self, valid: Tensor, of_query: Tensor) -> Tensor:
         """Return the number of valid queries of each block, `[B, H, n, 1]`, from `[B, H, T]`."""
-        count = alive.new_zeros(*alive.shape[:2], self.blocks)
-        return count.index_add_(2, of_query, alive)[..., None]
+        count = valid.new_zeros(*valid.shape[:2], self.blocks)
+        return count.index_add_(2, of_query, valid)[..., None]
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def between(count: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> T
 
     Source: Chan et al. 1979.
     """
-    apart = more_total / more.clamp(min=1) - total / count.clamp(min=1)
-    return apart.square() * count * more / (count + more).clamp(min=1)
+    gap = more_total / more.clamp(min=1) - total / count.clamp(min=1)
+    return gap.square() * count * more / (count + more).clamp(min=1)
 
 
 def moments_of(

@@ -49,8 +49,8 @@ class OffsetHistogram(Statistic):
     def metric(self, record: Record) -> dict[str, Reading]:
         extent = record.extent
         total = record[_MassByDistance(self.bins, len(self.names))]
-        alive = record.valid_rows.expand(extent.batch, extent.heads, extent.queries)
-        count = (alive * record.view.weights).sum(-1, keepdim=True)
+        valid = record.valid_rows.expand(extent.batch, extent.heads, extent.queries)
+        count = (valid * record.view.weights).sum(-1, keepdim=True)
         means = (total / count.clamp(min=1)[..., None]).unbind(2)
         return {
             name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
@@ -60,7 +60,7 @@ class OffsetHistogram(Statistic):
         extent, device = full.extent, full.weights.device
         i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
         distance = i - torch.arange(extent.keys, device=device)
-        alive = full.allowed.any(-1).sum(-1, keepdim=True)
+        valid = full.allowed.any(-1).sum(-1, keepdim=True)
         metrics = {}
         for name, away in zip(self.names, (distance, -distance), strict=False):
             bins = _bin_of(away, self.bins)
@@ -69,7 +69,7 @@ class OffsetHistogram(Statistic):
             sums = [
                 torch.where(bins == b, full.weights, 0.0).sum((-1, -2)) for b in range(self.bins)
             ]
-            metrics[name] = torch.stack(sums, -1) / alive.clamp(min=1)
+            metrics[name] = torch.stack(sums, -1) / valid.clamp(min=1)
         return metrics
 
 

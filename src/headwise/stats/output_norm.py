@@ -68,13 +68,13 @@ class OutputNorm(Statistic):
 
     def metric(self, record: Record) -> dict[str, Reading]:
         out, known = record[HEAD_OUTPUT]
-        out, alive = out.to(record.view.dtype), record.valid_rows
-        norm = Reading(torch.linalg.vector_norm(out, dim=-1), alive)
+        out, valid = out.to(record.view.dtype), record.valid_rows
+        norm = Reading(torch.linalg.vector_norm(out, dim=-1), valid)
         weight = known if self.projection is None else self.projection
         if weight is None:
             added = norm.without_values("the weight of the output projection is not known")
         else:
-            added = Reading(_contribution(out, weight.detach().to(out.device)), alive)
+            added = Reading(_contribution(out, weight.detach().to(out.device)), valid)
         return {"output_norm": norm, "contribution": added}
 
     def define(self, full: Definition) -> dict[str, Tensor]:

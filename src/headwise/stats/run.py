@@ -334,10 +334,10 @@ class Work:
         """Return the accumulator of a need, after the pass that answers all such needs."""
         if need not in self._reduced:
             view = self.view
-            apart = need.among_keys and view.sinks is not None
-            alike = (n for n in self.plan.reduced if n.among_keys == apart or view.sinks is None)
+            separate = need.among_keys and view.sinks is not None
+            alike = (n for n in self.plan.reduced if n.among_keys == separate or view.sinks is None)
             made: Mapping[Need, Accumulator] = {n: n.accumulator(self) for n in alike}
-            lse, sinks = (self.lse_of_keys, None) if apart else (self.lse, view.sinks)
+            lse, sinks = (self.lse_of_keys, None) if separate else (self.lse, view.sinks)
             with no_graph():
                 sinks = None if sinks is None else sinks.detach()
                 sweep(view.constant, lse.detach(), sinks, [*made.values()])

@@ -108,9 +108,9 @@ def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         # With t = (p − r) / (p + r): ¼ Σ (p + r) ((1 + t) log(1 + t) + (1 − t) log(1 − t)). It
         # avoids a difference of entropies, whose rounding the root would amplify for similar heads.
         t = ((one - others) / both.clamp(min=tiny)).clamp(eps - 1, 1 - eps)
-        apart = (1 + t) * torch.log1p(t) + (1 - t) * torch.log1p(-t)
-        apart = torch.linalg.vecdot(both, apart) / (4 * math.log(2))
-        apart = apart.clamp(0, 1).sqrt()  # rounding may exceed either bound
-        distances[:, :, head, head + 1 :] = apart
-        distances[:, :, head + 1 :, head] = apart
+        terms = (1 + t) * torch.log1p(t) + (1 - t) * torch.log1p(-t)
+        terms = torch.linalg.vecdot(both, terms) / (4 * math.log(2))
+        terms = terms.clamp(0, 1).sqrt()  # rounding may exceed either bound
+        distances[:, :, head, head + 1 :] = terms
+        distances[:, :, head + 1 :, head] = terms
     return distances, valid[..., None] * valid[..., None, :]

@@ -27,7 +27,7 @@ from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import CaptureSession, Interceptor
 from ..private_torch import arguments, parameters, without_dispatch
 from ..serve import (
-    APART,
+    BYPASS,
     AcceleratedCall,
     Accelerator,
     AttentionRequest,
@@ -148,7 +148,7 @@ def _attended(
         return None, served.out()
     result: Any = None
     if served is None:
-        with APART if ours else nullcontext():
+        with BYPASS if ours else nullcontext():
             result = run()
         if not captures:
             return result, None

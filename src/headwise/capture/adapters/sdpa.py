@@ -20,7 +20,7 @@ from ..mask_import import MaskMemo, as_mask, resolve_padding
 from ..net import CaptureSession, Interceptor
 from ..parts import PendingCall
 from ..private_torch import LogSumExp, table_of
-from ..serve import APART, AcceleratedCall, AttentionRequest, accelerators, note, serve, watched
+from ..serve import BYPASS, AcceleratedCall, AttentionRequest, accelerators, note, serve, watched
 
 
 def scaled_dot_product_attention(
@@ -116,7 +116,7 @@ def _instead(
     note(_NAME, found if isinstance(found, str) else found.served)
     if isinstance(found, Instead):
         return found
-    with APART:
+    with BYPASS:
         return function(*args, **kwargs)
 
 

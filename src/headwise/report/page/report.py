@@ -27,7 +27,7 @@ SHOWN = (
 ).split()
 
 
-APART = {
+SETTINGS = {
     "dtype": "{}",
     "device": "on {}",
     "attention": "{} attention",
@@ -51,9 +51,9 @@ def titles(provenances: Sequence[dict[str, Any]]) -> list[str]:
     ]
     if len({*names}) == len(names):
         return names
-    apart = [key for key in APART if len({one.get(key) for one in provenances}) > 1]
+    differing = [key for key in SETTINGS if len({one.get(key) for one in provenances}) > 1]
     return [
-        ", ".join([name, *(APART[key].format(one[key]) for key in apart if key in one)])
+        ", ".join([name, *(SETTINGS[key].format(one[key]) for key in differing if key in one)])
         for name, one in zip(names, provenances, strict=True)
     ]
 
