@@ -172,8 +172,6 @@ def test_an_existing_target_is_kept_unless_told(
 def test_a_failure_while_writing_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from headwise.weights import files as weight_files
-
     one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file(a_model(), one)
     two.write_text("precious")
@@ -181,7 +179,7 @@ def test_a_failure_while_writing_leaves_the_old_file(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weight_files, "_write_bytes", full)
+    monkeypatch.setattr(torch.Tensor, "numpy", full)  # while the tensors are written
     arguments = [one, two, "--to", "headwise", "--heads", "6", "--overwrite"]
     assert "No space left" in refused(capsys, *arguments)
     assert two.read_text() == "precious"
