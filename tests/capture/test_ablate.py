@@ -483,7 +483,7 @@ def run(model: nn.Module, heads: Any, size: int = B, **keywords: Any) -> None:
         ),
         ("L1H5", {}, r"'high' has the heads 0 to 4, and no 5"),
         ({1.5: [1]}, {}, r"layer 1\.5: give its number from 0"),
-        ({"low": [0]}, {"how": "mean", "reference": {"low": 0}}, r"gives, and dict is not"),
+        ({"low": [0]}, {"how": "mean", "reference": {"low": 0}}, r"got dict"),
     ],
 )
 def test_faults_are_named(
