@@ -696,6 +696,8 @@ def test_two_results_are_compared(
     code, out, err = run(capsys, "--compare", one, other, "--out", page)
     assert (code, err) == (0, "")
     assert out.startswith("A: llama on one\nB: llama on other\n")
+    a, b = (load(path).provenance["loss_text"] for path in (one, other))
+    assert out.splitlines()[2] == f"Loss: {a:.2f} → {b:.2f} nats on each token after the first"
     assert page.exists()
     half = look(model.half(), tokenizer, TEXT, text_name="one").save(tmp_path / "half.json")
     model.float()

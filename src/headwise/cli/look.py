@@ -265,10 +265,11 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
         print(json.dumps(finite(rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         screen = console()
-        names = titles([one.provenance for one in looks])
+        facts = [one.provenance for one in looks]
+        names = titles(facts)
         changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
         drawn, left_out = fit_table(changes, screen.width, format_difference)
-        before = f"A: {names[0]}\nB: {names[1]}\nB − A of every metric:"
+        before = f"A: {names[0]}\nB: {names[1]}\n{_losses(*facts)}B − A of every metric:"
         omitted = f"{alone} heads are in only one of the two results and are omitted."
         after = [omitted] if alone else []
         if left_out:
@@ -277,6 +278,14 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
     if out is not None:
         print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+def _losses(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Return the line of both losses, or nothing if one has none or they are of other tokens."""
+    losses = a.get("loss_text"), b.get("loss_text")
+    if None in losses or a.get("loss") != b.get("loss"):
+        return ""
+    return f"Loss: {losses[0]:.2f} → {losses[1]:.2f} nats on {a.get('loss', 'each token')}\n"
 
 
 def _change(before: list[str], after: list[str]) -> str:
