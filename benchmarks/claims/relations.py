@@ -235,16 +235,15 @@ def measure(settings: Settings, report: Callable[[str], None] = print) -> dict[s
 
 def tables(run: dict[str, Any]) -> dict[str, str]:
     """Return a table for each model: the best head and the best offset of each direction."""
-    head = ["from → to", "best head", "hits", "best offset", "its hits"]
-    head += ["head − offset, points", "halves swapped"]
+    head = ["from → to", "best head", "best offset", "head − offset, points", "halves swapped"]
     made = {}
     for name, model in run["models"].items():
         lines = []
         for title, row in model["rows"].items():
             hits, beside = ([f"{100 * v:.0f}" for v in row[k]] for k in ("hits", "offset_hits"))
-            lines.append([title, _address(row["head"]), f"{hits[0]} %", f"{row['offset']:+d}"])
-            lines[-1] += [f"{beside[0]} %", _points(row["gain"])]
-            lines[-1] += [f"{_address(row['swapped']['head'])}: {_points(row['swapped']['gain'])}"]
+            lines.append([title, f"{_address(row['head'])}: {hits[0]} %"])
+            lines[-1] += [f"{row['offset']:+d}: {beside[0]} %", _points(row["gain"])]
+            lines[-1] += [_points(row["swapped"]["gain"])]
         made[f"relations {name}"] = table(head, lines)
     return made
 

@@ -72,9 +72,7 @@ TOGETHER = {
     "all but `Sink()`, `Norms()` and `Segments({…})`, in one call": "the full set",
     "FlexAttention, compiled: output only": "FlexAttention",
     "FlexAttention with distance": "FlexAttention, distance",
-    "FlexAttention with `Map(64)`": "FlexAttention, Map(64)",
     "FlexAttention with LSE": "FlexAttention, LSE",
-    "FlexAttention with the largest logit": "FlexAttention, largest logit",
 }
 
 
