@@ -32,6 +32,10 @@ class LayerSizes:
         """Return the width of one head of `q`, `k`, `v` or `out`."""
         return self.value_dim if part in ("v", "out") else self.head_dim
 
+    def input_of(self, part: str) -> int:
+        """Return the width of the input of the projection to `q`, `k` or `v`."""
+        return {"q": self.embed_dim, "k": self.key_width, "v": self.value_width}[part]
+
 
 @dataclass(frozen=True)
 class SizeRule:

@@ -376,7 +376,7 @@ def shape_of(parts: str, pattern: str, sizes: LayerSizes) -> tuple[int, ...]:
             lengths.append(sum(sizes.heads_of(x) * sizes.dim_of(x) for x in which))
         else:
             one = {"n": sizes.heads_of(first), "d": sizes.dim_of(first), "o": sizes.out_width}
-            widths = {"q": sizes.embed_dim, "k": sizes.key_width, "v": sizes.value_width}
-            one["i"] = widths.get(first, 0)
+            if first != "out":
+                one["i"] = sizes.input_of(first)
             lengths.append(prod(one[letter] for letter in letters))
     return tuple(lengths)
