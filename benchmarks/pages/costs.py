@@ -53,7 +53,7 @@ PER_QUERY = (
     _line("`Distance(spread=True)`", "Distance with spread", "distance_spread"),
     _line("`TopKeys(5)`<br>(picture: 3)", "TopKeys(5)", "top_keys"),
     _line("`OutputNorm()`", "OutputNorm", "output_norm"),
-    _line("`Segments({…})`, 4 of them", "Segments, 4", "", "not measured yet"),
+    _line("`Segments({…})`, 4 of them", "Segments, 4", "", "the text has no segments"),
 )
 PER_KEY_AND_HEAD = (
     _line("`Received()`", "Received", "received"),
@@ -185,8 +185,10 @@ def _taken(costs: Costs, length: int) -> str:
         f"PyTorch {machine['versions']['torch']}, backend `{attend.get('served_by', 'sdpa')}`, "
         f"medians of {run['settings']['rounds']} rounds"
         + "".join(
-            f"; {' and '.join(later['settings']['only'])}: {later['date'][:10]}, load "
-            f"{later['machine']['load']:.1f} after, {later['settings']['rounds']} rounds"
+            f"; {' and '.join(later['settings']['only'])}: {later['date'][:10]}, "
+            f"{later['machine']['cpu']}, {later['machine']['threads']} of "
+            f"{later['machine']['cores']} cores, load {later['machine']['load']:.1f} after, "
+            f"{later['settings']['rounds']} rounds"
             for later in run["later"]
         )
         + "."

@@ -118,8 +118,9 @@ def test_the_newest_run_of_each_length_counts(tmp_path: Path) -> None:
     filled = costs.fill(text, costs.read(tmp_path))
     assert "| `LSE()` | 1.75 | 3.50 | ![lse" in filled
     assert "| `Segments({…})`, 4 of them | 1.50 | – |" in filled
-    assert "7 rounds; Segments, 4: 2026-01-02, load 0.5 after, 5 rounds." in " ".join(
-        filled.split()
+    assert (
+        "7 rounds; Segments, 4: 2026-01-02, a CPU, 1 of 3 cores, load 0.5 after, 5 rounds."
+        in " ".join(filled.split())
     )
     assert "FlexAttention with LSE (Too new)" in filled
     assert "T 512: 2026-01-02, a CPU, 1 of 3 cores, NONE, load 0.5 after, PyTorch 9" in " ".join(
