@@ -72,17 +72,16 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
         for heads, losses in ends.items():
             loss = f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}"
             pairs = zip(ends[min(ends)], losses, strict=True)
-            beside = compared([one - loss for one, loss in pairs]) if heads > 1 else ["–"] * 3
+            beside = compared([one - loss for one, loss in pairs]) if heads > 1 else ["–"] * 2
             lines.append([f"{rate:g}", str(heads), loss, *beside])
     head = ["learning rate", "heads", "held-out loss, mean ± standard deviation"]
-    head += ["loss of one head − this loss (95 % interval)", "seeds where better", "verdict"]
+    head += ["loss of one head − this loss (95 % interval)", "verdict"]
     return {"learn": table(head, lines)}
 
 
 def compared(gains: list[float]) -> list[str]:
-    """Return the mean gain with its 95 % interval (Student's t over seeds), wins and verdict."""
+    """Return the mean gain with its 95 % interval (Student's t over seeds), and the verdict."""
     gain = statistics.mean(gains)
     margin = STUDENT[len(gains) - 2] * statistics.stdev(gains) / len(gains) ** 0.5
     verdict = "no difference" if abs(gain) <= margin else "better" if gain > 0 else "worse"
-    wins = sum(one > 0 for one in gains)
-    return [interval(gain, margin), f"{wins} of {len(gains)}", verdict]
+    return [interval(gain, margin), verdict]

@@ -168,8 +168,6 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
         for name, key in (("one head", "queries"), ("all heads", "queries_all")):
             cells = (percent(one[key]) for one in sharp)
             lines.append([f"{name} × {factor:g}: queries that still learn", *cells])
-    ranks = (f"{row['ranks']['jacobian']:.0f}" for row in rows)
-    lines.append(["directions that pass the Jacobian", *ranks])
     norms = (row["norms"]["x"] for row in rows)
     cells = (f"{norm['mean']:.1f} ± {norm['error']:.1f}" for norm in norms)
     lines.append(["gradient norm of the input", *cells])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -96,8 +97,8 @@ def total_variation(maps: Tensor) -> float:
 
 
 def tables(run: dict[str, Any]) -> dict[str, str]:
-    """Return as Markdown the first and last state of each run, and the roles at the end."""
-    lines, ends = [], []
+    """Return as Markdown the first and last state of each run, and how many heads have a role."""
+    lines = []
     for one in run["runs"]:
         first, last = one["marks"][0], one["marks"][-1]
         repeats = f"{percent(one['repeats'])} repeats" if one["repeats"] else "text alone"
@@ -105,21 +106,9 @@ def tables(run: dict[str, Any]) -> dict[str, str]:
         line = [f"{first['held_out']:.2f} → {last['held_out']:.2f}"]
         metrics = ("previous", "induction_random")
         line += [f"{max(first[n]):.2f} → {max(last[n]):.2f}" for n in metrics]
-        lines.append([title, *line])
-        roles: dict[str, list[str]] = {}
-        for index, name in enumerate(one["heads"]):
-            labels = [mark["label"][index] for mark in one["marks"]]
-            since = next(n for n in range(len(labels)) if set(labels[n:]) == {labels[-1]})
-            layer, head = name.split(".")
-            told = f"L{layer}H{head} (step {one['marks'][since]['step']:,})"
-            roles.setdefault(labels[-1], []).append(told)
-        ends += [[title, role, ", ".join(roles[role])] for role in ROLES if role in roles]
+        counts = Counter(last["label"])
+        roles = (f"{counts[role]} {role}" for role in ROLES if role not in IDLE and counts[role])
+        lines.append([title, *line, ", ".join(roles)])
     head = ["run", "held-out loss (nats)", "largest weight on the previous token"]
-    head += ["largest induction on repeated random tokens"]
-    return {
-        "specialise": table(head, lines),
-        "specialise roles": table(
-            ["run", "role at the end", "heads, and the step from which they keep it"],
-            [line for line in ends if line[1] not in IDLE],
-        ),
-    }
+    head += ["largest induction on repeated random tokens", "heads with a role at the end"]
+    return {"specialise": table(head, lines)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import runs
-from .words import prose, table
+from .words import and_list, prose, table
 
 PAGE = "statistics.md"
 LENGTHS = (512, 2048, 8192)
@@ -166,7 +166,7 @@ def _together(costs: Costs) -> str:
         for what, contender in TOGETHER.items()
     ]
     parts = [
-        prose(" ".join(_taken(costs, length) for length in lengths)),
+        prose(" ".join(_taken(costs, lengths))),
         table(["time ÷ `attend()`", *(f"T {length:,}" for length in lengths)], rows),
     ]
     if reasons := _refused(costs, lengths):
@@ -176,11 +176,19 @@ def _together(costs: Costs) -> str:
     return "\n\n".join(parts)
 
 
-def _taken(costs: Costs, length: int) -> str:
+def _taken(costs: Costs, lengths: Sequence[int]) -> list[str]:
+    """Return the conditions of the runs, once for all lengths that share them."""
+    found: dict[str, list[str]] = {}
+    for length in lengths:
+        found.setdefault(_conditions(costs, length), []).append(f"T {length:,}")
+    return [f"{and_list(names)}: {words}" for words, names in found.items()]
+
+
+def _conditions(costs: Costs, length: int) -> str:
     run, attend = costs.runs[length], costs.row(length, "attend") or {}
     machine = run["machine"]
     return (
-        f"T {length:,}: {run['date'][:10]}, {machine['cpu']}, {machine['threads']} of "
+        f"{run['date'][:10]}, {machine['cpu']}, {machine['threads']} of "
         f"{machine['cores']} cores, {machine['cpu_capability']}, load {machine['load']:.1f} after, "
         f"PyTorch {machine['versions']['torch']}, backend `{attend.get('served_by', 'sdpa')}`, "
         f"medians of {run['settings']['rounds']} rounds"

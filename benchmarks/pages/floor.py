@@ -144,11 +144,11 @@ def _page(run: dict[str, Any]) -> str:
         prose(
             f"""A GPT of {config["layers"]} layers of {config["heads"]} heads, width
             {config["width"]}, context {config["context"]}, is trained for {config["steps"]} steps
-            of {config["batch"]} rows of Python's manual with AdamW, gradients clipped to norm
-            {config["clip"]:g}, no QK-norm, no softcap, and a cosine from the peak rate to 0. Each
-            seed runs with the plain loss and with a floor of {settings["floor"]:g} nats at strength
-            {settings["strength"]:g}, from the same weights and batches. Floor and strength were not
-            tuned. Entropies are means over held-out text."""
+            of {config["batch"]} rows of Python's manual with AdamW and gradients clipped to norm
+            {config["clip"]:g}. Each seed runs with the plain loss and with a floor of
+            {settings["floor"]:g} nats at strength {settings["strength"]:g}, from the same weights
+            and batches. Floor and strength were not tuned. Entropies are means over held-out
+            text."""
         ),
         prose(
             f"""`python examples/entropy_floor.py` runs the experiment. This run is from
