@@ -1,6 +1,6 @@
 """Draws the pictures of `ladder.md`: `python docs/draw.py` writes the SVG files beside it.
 
-Rows are queries, columns keys; the fuller a cell's colour, the more of the query's attention its
+Rows are queries, columns keys; the fuller a cell's color, the more of the query's attention its
 key has.
 """
 

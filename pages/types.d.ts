@@ -80,10 +80,10 @@ interface ChartSpec {
   x: ChartAxis; y: ChartAxis;
   grid?: Cells; ramp?: Tick[];
   bars?: number[][]; frames?: Frame[]; guides?: number[][];
-  lines?: { points: number[][]; colour: string; width?: number; dash?: string; dots?: boolean; more?: Record<string, string> }[];
-  areas?: { points: number[][]; colour: string; opacity: number }[];
-  points?: { x: number; y: number; size?: number; colour: string; path: string; edge?: number; faint?: boolean; error?: number[]; [more: string]: any }[];
-  words?: { x: number; y: number; text: string; size?: number; colour: string; path?: string }[];
+  lines?: { points: number[][]; color: string; width?: number; dash?: string; dots?: boolean; more?: Record<string, string> }[];
+  areas?: { points: number[][]; color: string; opacity: number }[];
+  points?: { x: number; y: number; size?: number; color: string; path: string; edge?: number; faint?: boolean; error?: number[]; [more: string]: any }[];
+  words?: { x: number; y: number; text: string; size?: number; color: string; path?: string }[];
   hover?(event: PointerEvent, place: Place): void;
   click?(place: Place): void;
   zoom?(ranges: { xaxis: number[]; yaxis: number[] } | undefined): void;

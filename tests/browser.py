@@ -65,8 +65,8 @@ def violations(page: Any, *rules: str) -> list[str]:
     return sorted(found)
 
 
-def colours(page: Any, scheme: str) -> None:
-    """Ask for light or dark colours, and wait until the view is drawn in them.
+def colors(page: Any, scheme: str) -> None:
+    """Ask for light or dark colors, and wait until the view is drawn in them.
 
     A page hears of it in its next frame; until then it says that it is drawn, in the old ones.
     """
@@ -124,9 +124,9 @@ class Tab:
         """Wait until the view is drawn."""
         self.page.wait_for_selector("main[aria-busy=false]", state="attached")
 
-    def colours(self, scheme: str) -> None:
-        """Ask for light or dark colours, and wait until the view is drawn in them."""
-        colours(self.page, scheme)
+    def colors(self, scheme: str) -> None:
+        """Ask for light or dark colors, and wait until the view is drawn in them."""
+        colors(self.page, scheme)
 
     def show(self, view: str) -> None:
         """Go to a view by its link."""

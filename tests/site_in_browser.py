@@ -89,9 +89,9 @@ def test_no_page_asks_others_or_complains(browser: Any, address: str) -> None:
         assert visit.others() == [], name
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_axe_core_finds_nothing(browser: Any, address: str, colours: str) -> None:
-    visit = Visit(browser, address, color_scheme=colours)
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_axe_core_finds_nothing(browser: Any, address: str, colors: str) -> None:
+    visit = Visit(browser, address, color_scheme=colors)
     found = {}
     for name in KINDS:
         page = visit.open(name)

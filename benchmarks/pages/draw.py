@@ -8,9 +8,9 @@ from html import escape
 
 from headwise.report.catalog import LABEL_STYLES
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#555555")
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#555555")
 GREY = "#d9d9d9"
-DARK = {  # what colours become where the reader's theme is dark
+DARK = {  # what colors become where the reader's theme is dark
     "white": "#1a1d22",
     "#fff": "#1a1d22",
     GREY: "#3a404a",
@@ -52,16 +52,16 @@ class Picture:
             f"{escape(words)}</text>"
         )
 
-    def line(self, points: Sequence[tuple[float, float]], colour: str, width: float = 1.5) -> None:
+    def line(self, points: Sequence[tuple[float, float]], color: str, width: float = 1.5) -> None:
         where = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.parts.append(
-            f'<polyline points="{where}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+            f'<polyline points="{where}" fill="none" stroke="{color}" stroke-width="{width}"/>'
         )
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def box(self, x: float, y: float, width: float, height: float, color: str) -> None:
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-            f'fill="{colour}"/>'
+            f'fill="{color}"/>'
         )
 
     def svg(self) -> str:
@@ -119,10 +119,10 @@ def frame(
 
 
 def curve(
-    picture: Picture, axes: Axes, points: Sequence[tuple[float, float]], colour: str, width: float
+    picture: Picture, axes: Axes, points: Sequence[tuple[float, float]], color: str, width: float
 ) -> None:
     """Draw a line through pairs of values."""
-    picture.line([axes.at(x, y) for x, y in points], colour, width)
+    picture.line([axes.at(x, y) for x, y in points], color, width)
 
 
 def legend(
@@ -132,8 +132,8 @@ def legend(
     names: Mapping[str, str],
     step: Callable[[str], float] = lambda name: 26 + 7 * len(name),
 ) -> None:
-    """A row of coloured squares with their names."""
-    for name, colour in names.items():
-        picture.box(left, top - 10, 11, 11, colour)
+    """A row of colored squares with their names."""
+    for name, color in names.items():
+        picture.box(left, top - 10, 11, 11, color)
         picture.text(left + 16, top, name)
         left += step(name)

@@ -274,12 +274,12 @@ def _picture(run: dict[str, Any]) -> str:
         frame(picture, lower, "", (0, steps), _within(ticks, lower))
         floor = run["settings"]["floor"]
         picture.line([upper.at(0, floor), upper.at(steps, floor)], "#555555", 0.7)
-        for held, colour in ((False, PLAIN), (True, HELD)):
+        for held, color in ((False, PLAIN), (True, HELD)):
             for one in chosen(run, schedule, held):
                 entropies = [(mark["step"], least_of(mark)) for mark in one["marks"]]
-                curve(picture, upper, entropies, colour, 1.3)
+                curve(picture, upper, entropies, color, 1.3)
                 known = [(m["step"], m["held_out"]) for m in one["marks"] if m["held_out"]]
-                curve(picture, lower, known, colour, 1.3)
+                curve(picture, lower, known, color, 1.3)
     return picture.svg()
 
 

@@ -18,7 +18,7 @@ from .words import prose, table
 
 RECORD = "logit_growth.json"
 PAGE, PICTURE = "logit-growth.md", "logit-growth.svg"
-COLOURS = {
+COLORS = {
     "plain": "#d55e00",
     "warm-up": "#555555",
     "clip": "#0072b2",
@@ -257,7 +257,7 @@ def _picture(run: dict[str, Any]) -> str:
     """A column a rate: the largest logit in powers of ten, and the loss of the batches."""
     rates, steps = run["settings"]["rates"], run["settings"]["steps"]
     picture = Picture(60 + 400 * len(rates), 480)
-    legend(picture, 50, 20, COLOURS)
+    legend(picture, 50, 20, COLORS)
     picture.text(
         50, 40, "one line per seed; largest logit, powers of 10 (top), loss in nats (bottom)"
     )
@@ -271,12 +271,12 @@ def _picture(run: dict[str, Any]) -> str:
         lower = Axes(left, 270, 350, 160, (0, steps), edges)
         frame(picture, upper, f"learning rate {rate:g}", (), range(-1, int(upper.y[1]) + 1), "")
         frame(picture, lower, "", (0, steps), range(edges[0], edges[1] + 1))
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             for one in chosen(run, rate, name):
                 logits = [
                     (mark["step"], math.log10(max(mark["max_logit"], 0.1))) for mark in one["marks"]
                 ]
-                curve(picture, upper, logits, colour, 1.1)
+                curve(picture, upper, logits, color, 1.1)
                 known = [(mark["step"], min(mark["loss"], edges[1])) for mark in one["marks"]]
-                curve(picture, lower, known, colour, 1.1)
+                curve(picture, lower, known, color, 1.1)
     return picture.svg()

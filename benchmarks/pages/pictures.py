@@ -16,7 +16,7 @@ from headwise.models.gpt import builtin, load
 
 from .. import recording
 from . import runs
-from .draw import COLOURS, Picture
+from .draw import COLORS, Picture
 
 RECORD = "statistics-pictures.json"
 TOKENS, BINS, BLOCKS, NEAR = 96, 8, 16, 16
@@ -229,8 +229,8 @@ def _shades(
 
 
 def _stroke(picture: Picture, paths: Sequence[str], level: int | None, width: float) -> None:
-    colour = f'"{NONE}"' if level is None else f'"{INK}" stroke-opacity="{level / LEVELS:g}"'
-    picture.parts.append(f'<path d="{"".join(paths)}" stroke={colour} stroke-width="{width:g}"/>')
+    color = f'"{NONE}"' if level is None else f'"{INK}" stroke-opacity="{level / LEVELS:g}"'
+    picture.parts.append(f'<path d="{"".join(paths)}" stroke={color} stroke-width="{width:g}"/>')
 
 
 def _bars(found: dict[str, Any], names: Sequence[str]) -> str:
@@ -243,7 +243,7 @@ def _bars(found: dict[str, Any], names: Sequence[str]) -> str:
         _heads(picture, found, upper + 24)
         for value, top in zip(values, _tops(found, upper + 24), strict=True):
             length = 430 * max(value, 0.0) / max(*values, 1e-9)
-            picture.box(LEFT, top + 1, length, ROW - 2, COLOURS[0])
+            picture.box(LEFT, top + 1, length, ROW - 2, COLORS[0])
             picture.text(LEFT + length + 4, top + ROW - 1, f"{value:.1f}", size=8)
     return picture.svg()
 
@@ -301,9 +301,9 @@ def _similarity(found: dict[str, Any]) -> str:
             for column, value in enumerate(matrix[row]):
                 x = left + cell * column
                 _fill(picture, x, y, cell - 1, cell - 1, value)
-                colour = ' fill="#fff"' if value > 0.5 else ""
+                color = ' fill="#fff"' if value > 0.5 else ""
                 picture.parts.append(
-                    f'<text x="{x + 12}" y="{y + 15}" text-anchor="middle" font-size="9"{colour}>'
+                    f'<text x="{x + 12}" y="{y + 15}" text-anchor="middle" font-size="9"{color}>'
                     f"{value:.2f}</text>"
                 )
     return picture.svg()

@@ -2,9 +2,9 @@
 
 import { el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
-import { fullColour, shade } from "./map.js";
+import { fullColor, shade } from "./map.js";
 import { followed, relationOf } from "./sentence.js";
-import { colourButton, nextToken, pictureBox, tokenBox } from "./text.js";
+import { colorButton, nextToken, pictureBox, tokenBox } from "./text.js";
 import { tokenWeights } from "./weights.js";
 
 const ARCS = 6;
@@ -44,18 +44,18 @@ function hearTokens(box, stream, { over, out, pick }) {
   });
 }
 
-/** Colours the keys, outlines the token and the place where it stood before, and draws the arcs. */
+/** Colors the keys, outlines the token and the place where it stood before, and draws the arcs. */
 export function drawArcs(box, row, rows, token, found) {
   const { layer } = rows;
   const weights = tokenWeights(rows, token, "to");
-  const top = fullColour(weights);
+  const top = fullColor(weights);
   const side = (name) => box.querySelector(`[data-side="${name}"]`) ?? box.querySelector('[data-side="both"]');
   const [queries, keys] = [side("queries"), side("keys")];
   const seen = found.length && relationOf(row, layer, token, found[0]) === "induction" ? followed(layer, token, found[0][0]) : -1;
   for (const group of new Set([queries, keys])) {
     for (const button of group.querySelectorAll("[data-token]")) {
       const index = Number(button.dataset.token);
-      colourButton(button, group === keys ? shade(weights[index] / top) : 0);
+      colorButton(button, group === keys ? shade(weights[index] / top) : 0);
       const here = group === queries && index === token;
       button.setAttribute("aria-pressed", String(here));
       button.tabIndex = here || (group !== queries && index === 0) ? 0 : -1;

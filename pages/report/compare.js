@@ -1,6 +1,6 @@
 // Two looks side by side: what changed, layer by layer and head by head, and the same head's text and maps in both.
 
-import { cellColour, frame, roundTicks, turnedRoom } from "../shared/chart.js";
+import { cellColor, frame, roundTicks, turnedRoom } from "../shared/chart.js";
 import { $, el } from "../shared/dom.js";
 import { hex, inkOn } from "../shared/draw.js";
 import { hideTip, showTip } from "../shared/tip.js";
@@ -99,7 +99,7 @@ function drawStrip() {
   const every = Math.ceil(18 / tall);
   const at = ({ column: place, row }) => ({ layer: layers[row], one: columns[place] });
   picture("strip", {
-    says: { title: "Mean change of each metric, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colours follow the change as a share of the metric’s range over all heads." },
+    says: { title: "Mean change of each metric, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colors follow the change as a share of the metric’s range over all heads." },
     width, height: tall * layers.length + margin.t + margin.b, margin, grid, frames: line < 0 ? [] : frame(column, line),
     x: { range: [-0.5, columns.length - 0.5], ticks: columns.map((one, place) => [place, briefTitle(one)]), turned },
     y: {
@@ -107,7 +107,7 @@ function drawStrip() {
       ticks: layers.map(({ layer }, place) => [place, layerName(layer, runs[0])]).filter((_, place) => place % every === 0),
     },
     words: across < 44 || tall < 15 ? [] : layers.flatMap(({ means }, y) => means.map((mean, x) => [mean, x, y]).filter(([mean]) => !Number.isNaN(mean))
-      .map(([mean, x]) => ({ x, y, text: Math.abs(mean) < 0.5 * 10 ** -columns[x].digits ? "·" : signed(mean, columns[x]), colour: inkOn(hex(cellColour(grid, z[y][x]))) }))),
+      .map(([mean, x]) => ({ x, y, text: Math.abs(mean) < 0.5 * 10 ** -columns[x].digits ? "·" : signed(mean, columns[x]), color: inkOn(hex(cellColor(grid, z[y][x]))) }))),
     click: (place) => {
       const { layer, one } = at(place);
       if (layer && one) chooseChange(mostChanged(layer.heads, one.key).a, one.key, String(layer.layer));

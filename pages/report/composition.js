@@ -5,7 +5,7 @@ import { showTip } from "../shared/tip.js";
 import { counted, headName } from "../shared/words.js";
 import { choose, redraw, remember } from "./choice.js";
 import { headsLayout, headsMargin, moveByKeys } from "./heads.js";
-import { headButton, headTip, labelColour, pointGlyph } from "./labels.js";
+import { headButton, headTip, labelColor, pointGlyph } from "./labels.js";
 import { data, firstLabel } from "./look.js";
 import { picture } from "./save.js";
 import { drawLabelLegend } from "./scatter.js";
@@ -68,12 +68,12 @@ function drawGraph(edges) {
   const box = picture("composition", {
     ...layout, height: Math.max(28, Math.min(120, 560 / count)) * count + margin.t + margin.b,
     lines: [...edges].sort((a, b) => Number(a.mine) - Number(b.mine) || a.score - b.score).map((edge) => ({
-      points: curve(data.rows[edge.from], data.rows[edge.to]), colour: edge.mine ? "--mark" : "--muted", width: 1 + 3.5 * share(edge),
+      points: curve(data.rows[edge.from], data.rows[edge.to]), color: edge.mine ? "--mark" : "--muted", width: 1 + 3.5 * share(edge),
       more: { class: "edge", "stroke-opacity": (edge.mine ? 0.95 : 0.25 + 0.45 * share(edge)).toFixed(2) },
     })),
     points: data.rows.map((row, index) => ({
       x: row.head, y: row.layer, row: index, size: index === state.row ? 20 : few ? 14 : 8, edge: index === state.row ? 2.2 : 0.7,
-      colour: labelColour(firstLabel(row)), path: pointGlyph(firstLabel(row)), faint: !few && !linked.has(index) && index !== state.row,
+      color: labelColor(firstLabel(row)), path: pointGlyph(firstLabel(row)), faint: !few && !linked.has(index) && index !== state.row,
     })),
     says: {
       title: `${composing.kind}-composition: the ${counted(edges.length, "strongest pair")} of heads`,

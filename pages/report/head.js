@@ -140,7 +140,7 @@ function drawEntropy() {
   const [least, most] = [-0.5, layer.from.tokens.length - 0.5];
   picture("entropies", {
     width: $("entropies").clientWidth, height: 240, margin: { l: 44, r: 10, t: 8, b: 44 },
-    lines: [{ points: bound, colour: "--muted", width: 1, dash: "1 3" }, { points, colour: "--accent", dots: places.length <= 60 }],
+    lines: [{ points: bound, color: "--muted", width: 1, dash: "1 3" }, { points, color: "--accent", dots: places.length <= 60 }],
     frames: query < 0 ? [] : [{ x0: query, x1: query, y0: 0, y1: top, plain: true, width: 1.5 }],
     x: { title: "position of the query", range: [least, most], ticks: roundTicks(0, most, 6).filter(([place]) => Number.isInteger(place)) },
     y: { title: "nats", range: [0, top], ticks: roundTicks(0, top), lines: true },

@@ -1,13 +1,13 @@
 // The overview: every head at the left, the story of the chosen one beside it, and the heads most worth a look.
 
-import { cellColour, frame, paintCells, roundTicks } from "../shared/chart.js";
+import { cellColor, frame, paintCells, roundTicks } from "../shared/chart.js";
 import { numbers } from "../shared/codec.js";
 import { $, check, css, el, switches } from "../shared/dom.js";
 import { VIRIDIS, drawn, hex, inkOn } from "../shared/draw.js";
 import { counted, headName, whole } from "../shared/words.js";
 import { drawCards } from "./cards.js";
 import { choose, redraw, remember } from "./choice.js";
-import { brief, briefTitle, glyph, labelColour, styleOf } from "./labels.js";
+import { brief, briefTitle, glyph, labelColor, styleOf } from "./labels.js";
 import { NONE, data, firstLabel, hasLabel, known } from "./look.js";
 import { writeTile } from "./mosaic.js";
 import { picture } from "./save.js";
@@ -54,11 +54,11 @@ function chooseStatistic(key) {
   drawHeads();
 }
 
-/** Blue below zero, orange above, the panel's own colour at zero. */
+/** Blue below zero, orange above, the panel's own color at zero. */
 export const diverging = () => ["--low", "--panel", "--high"].map(css);
 
-/** The colours of a figure and what the ends stand for: shares are 0 to 1, so that maps can be compared. */
-function colours(column, values) {
+/** The colors of a figure and what the ends stand for: shares are 0 to 1, so that maps can be compared. */
+function colors(column, values) {
   if (column.unit === "share") return { low: 0, high: 1, stops: VIRIDIS };
   const [low, high] = [Math.min(...values, Infinity), Math.max(...values, -Infinity)];
   if (low < 0 && high > 0) {
@@ -80,9 +80,9 @@ export function headsGrid(cell, look = data) {
 function headsCells() {
   const column = data.column.get(state.statistic);
   const out = (row) => state.only && !hasLabel(row, state.only);
-  if (column) return { gap: 2, ...colours(column, known(data.rows, column.key)), z: headsGrid((row) => (out(row) ? null : row[column.key])) };
+  if (column) return { gap: 2, ...colors(column, known(data.rows, column.key)), z: headsGrid((row) => (out(row) ? null : row[column.key])) };
   const z = headsGrid((row) => (out(row) ? null : data.labels.indexOf(firstLabel(row))));
-  return { gap: 2, z, fill: (index) => labelColour(data.labels[index]) };
+  return { gap: 2, z, fill: (index) => labelColor(data.labels[index]) };
 }
 
 const STRIP = 17;   // pixels of a cell's head, where its label stands
@@ -128,7 +128,7 @@ function headsWords(grid, across, tall, side) {
   const column = data.column.get(state.statistic);
   if (across < (column ? 34 : 13) || tall < 13) return [];
   return data.rows.filter(({ layer, head }) => grid.z[layer][head] !== null).map((row) => {
-    const place = { x: row.head, y: row.layer - (side ? 0.5 - (STRIP / 2 + 1.5) / tall : 0), colour: inkOn(hex(cellColour(grid, grid.z[row.layer][row.head]))) };
+    const place = { x: row.head, y: row.layer - (side ? 0.5 - (STRIP / 2 + 1.5) / tall : 0), color: inkOn(hex(cellColor(grid, grid.z[row.layer][row.head]))) };
     if (column) return { ...place, text: figure(row[column.key], column) };
     const text = across < 44 ? "" : brief(row, across);
     return { ...place, text, path: row.labels.length || across < 44 ? styleOf(firstLabel(row)).glyph : undefined };
@@ -141,7 +141,7 @@ export const layersTitle = (look = data) => (look.read.length > 1 ? "" : "layer"
 /** The room in pixels that the names of layers take. */
 export const namesRoom = (look = data) => Math.min(150, 46 + 6.5 * Math.max(...look.layers.map(({ reads }) => reads.length)));
 
-/** The room beside a map of heads for the names of layers and, with `bar`, the colour bar. */
+/** The room beside a map of heads for the names of layers and, with `bar`, the color bar. */
 export const headsMargin = (bar, look = data) => ({ l: namesRoom(look), r: bar ? 52 : 6, t: 6, b: 40 });
 
 /** Axes of layers by heads, in a box so many pixels wide; the frame is round `row`. */
@@ -170,7 +170,7 @@ function drawHeads() {
   const box = picture("heads", {
     ...layout, grid, words: headsWords(grid, across, tall, side), over: side ? (spec) => posterMarks(spec, side) : undefined, ramp: column ? roundTicks(grid.low, grid.high) : undefined,
     says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
-      : { title: side ? "The attention map of every head" : "The first label of every head", scale: `A cell is a head; its colour and sign are its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+      : { title: side ? "The attention map of every head" : "The first label of every head", scale: `A cell is a head; its color and sign are its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
     click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
     hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
     leave: () => peek({}),
@@ -179,7 +179,7 @@ function drawHeads() {
   box.setAttribute("aria-label",
     `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; selected: ${headName(chosen())}. The table has all metrics`);
   $("heads-what").textContent = `Each cell is a head${side ? " with its attention map" : ""}; ${column
-    ? `its colour shows one metric: ${title}.` : "its colour and glyph show its first label."}`;
+    ? `its color shows one metric: ${title}.` : "its color and glyph show its first label."}`;
   $("what").textContent = column?.meaning ?? "";
   drawLegend();
 }

@@ -1,4 +1,4 @@
-// Labels: each has a colour and a glyph of its own, the same on every page and in every picture.
+// Labels: each has a color and a glyph of its own, the same on every page and in every picture.
 
 import { $, dark, el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
@@ -15,17 +15,17 @@ export function styleOf(name) {
   return styles.find(({ label }) => label === name) ?? named[Math.max(0, data.labels.indexOf(name)) % named.length];
 }
 
-export const labelColour = (name) => styleOf(name)[dark.matches ? "dark" : "light"];
+export const labelColor = (name) => styleOf(name)[dark.matches ? "dark" : "light"];
 
 const CIRCLE = "M6 1.5a4.5 4.5 0 1 0 0 9a4.5 4.5 0 1 0 0 -9z";
 
 /** The glyph of a point: of a head without a label, a circle. */
 export const pointGlyph = (name) => (name === NONE ? CIRCLE : styleOf(name).glyph);
 
-/** A label's glyph in its colour. */
+/** A label's glyph in its color. */
 export function glyph(name, path = styleOf(name).glyph) {
   const mark = drawn("svg", { viewBox: "0 0 12 12", class: "glyph", "aria-hidden": "true" });
-  mark.append(drawn("path", { d: path, fill: labelColour(name), "fill-rule": "evenodd" }));
+  mark.append(drawn("path", { d: path, fill: labelColor(name), "fill-rule": "evenodd" }));
   return mark;
 }
 

@@ -11,19 +11,19 @@ import { cellLabel, cellPlace, tokenName } from "./words.js";
 
 export const shade = (value) => (state.scale === "linear" ? value : Math.sqrt(value));
 
-/** The weight that has the full colour: 1, or the largest of a row. */
-export const fullColour = (weights) => (state.scale === "row" ? Math.max(...weights, 1e-9) : 1);
+/** The weight that has the full color: 1, or the largest of a row. */
+export const fullColor = (weights) => (state.scale === "row" ? Math.max(...weights, 1e-9) : 1);
 
-/** What colours stand for, in words; `top` has the full colour. */
+/** What colors stand for, in words; `top` has the full color. */
 export function scaleWords(top) {
   const full = state.scale === "row" ? `the largest weight here, ${weight(top)}` : "a weight of 1";
-  return `Full colour is ${full}${state.scale === "linear" ? "" : "; colours follow the square root"}.`;
+  return `Full color is ${full}${state.scale === "linear" ? "" : "; colors follow the square root"}.`;
 }
 
 export const SCALES = [
-  ["root", "√ weight", "Colours by the square root of the weight, the same for every head"],
-  ["linear", "weight", "Colours by the weight, the same for every head"],
-  ["row", "row maximum", "Colours relative to the largest weight of each row, so that heads with spread-out attention are visible"],
+  ["root", "√ weight", "Colors by the square root of the weight, the same for every head"],
+  ["linear", "weight", "Colors by the weight, the same for every head"],
+  ["row", "row maximum", "Colors relative to the largest weight of each row, so that heads with spread-out attention are visible"],
 ];
 
 /** Whether all keys of a cell come after all its queries. */
@@ -39,7 +39,7 @@ export function mapRows(layer, map, write) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
   return Array.from({ length: n }, (_, i) => {
     const line = map.subarray(i * m, (i + 1) * m);
-    const top = fullColour(line);
+    const top = fullColor(line);
     const one = write ?? ((value) => shade(value / top));
     return Array.from({ length: m }, (_, j) => (ahead(layer, i, j) ? null : one(line[j])));
   });
@@ -56,15 +56,15 @@ function tokenTicks(stream, axis, range, room, most) {
 
 export const wholeRanges = (layer) => ({ xaxis: [-0.5, layer.cols.cells - 0.5], yaxis: [layer.rows.cells - 0.5, -0.5] });
 
-/** Weights to mark on the bar of a map's colours. */
+/** Weights to mark on the bar of a map's colors. */
 function weightMarks() {
   if (state.scale === "row") return [0, 0.1, 0.5, 1].map((share) => [shade(share), percent(share)]);
   return (state.scale === "linear" ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]).map((mark) => [shade(mark), String(mark)]);
 }
 
 /**
- * Draws a head's map in the box `id`. A `small` one has no bar of colours, and no ticks but with `ticks`;
- * `grid` replaces weights and colours; the rest is the chart's.
+ * Draws a head's map in the box `id`. A `small` one has no bar of colors, and no ticks but with `ticks`;
+ * `grid` replaces weights and colors; the rest is the chart's.
  * @param {string} id
  * @param {Row} row
  * @param {Layer} layer
@@ -91,7 +91,7 @@ export function drawMap(id, row, layer, map, { small = false, ticks = !small, gr
     grid: grid ?? { z: mapRows(layer, map), low: 0, high: 1, stops: VIRIDIS }, ramp: small ? undefined : weightMarks(),
     says: {
       title: `${run && `${run}: `}${headName(row)}, ${allLabels(row)}`, marks: weightMarks(), random: layer.isTwin,
-      scale: `Weight of each query (down) on each key (across); ${state.scale === "row" ? "full colour is the largest of a row" : "full colour is a weight of 1"}.`,
+      scale: `Weight of each query (down) on each key (across); ${state.scale === "row" ? "full color is the largest of a row" : "full color is a weight of 1"}.`,
     }, ...rest,
   });
 }

@@ -110,7 +110,7 @@ export function drawProfile(row) {
     width: $("profile").clientWidth, height: 220, margin: { l: 44, r: 10, t: 8, b: 40 }, bars: shares,
     x: { title: "tokens from the query", range: [shares[0][0] - 0.6, shares.at(-1)[0] + 0.6], ticks: names },
     y: { title: "share", range: [0, Math.max(1, ...shares.map(([, share]) => share))], ticks: roundTicks(0, 1, 4), lines: true },
-    lines: limit ? [{ points: [[shares[0][0] - 0.6, limit], [shares.at(-1)[0] + 0.6, limit]], colour: "--mark", width: 1.2, dash: "4 4" }] : [],
+    lines: limit ? [{ points: [[shares[0][0] - 0.6, limit], [shares.at(-1)[0] + 0.6, limit]], color: "--mark", width: 1.2, dash: "4 4" }] : [],
     hover: (event, { column }) => {
       const found = shares.find(([by]) => by === column);
       if (found) showTip(event, [["tokens from the query", null, `${found[0]}`], ["share", null, found[1].toFixed(3)]]);

@@ -4,7 +4,7 @@ import { chart, lettering, rampMarks } from "../shared/chart.js";
 import { $, css, el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
 import { headName } from "../shared/words.js";
-import { labelColour, styleOf } from "./labels.js";
+import { labelColor, styleOf } from "./labels.js";
 import { data, runs } from "./look.js";
 import { chosen, embedded, savedName, state } from "./state.js";
 
@@ -42,18 +42,18 @@ function captionLines(box, width) {
   return [...inLines(title, (width - 20) * 0.85).map((text) => [text, { fill: css("--ink"), "font-weight": 650, "font-size": 14 }]), ...plain];
 }
 
-/** The labels that colours and signs stand for, under a saved map of labels. */
+/** The labels that colors and signs stand for, under a saved map of labels. */
 function keyMarks(names, width, top) {
   const across = Math.max(1, Math.floor((width - 20) / 150));
   return names.map((name, place) => {
     const [x, y] = [10 + 150 * (place % across), top + LINE * Math.floor(place / across)];
-    return drawn("g", { transform: `translate(${x} ${y})` }, drawn("path", { d: styleOf(name).glyph, fill: labelColour(name), "fill-rule": "evenodd" }),
+    return drawn("g", { transform: `translate(${x} ${y})` }, drawn("path", { d: styleOf(name).glyph, fill: labelColor(name), "fill-rule": "evenodd" }),
       lettering(18, 10, name));
   });
 }
 
 /**
- * The chart in a box as one SVG: a title, its axes and marks, under them the grid as a picture, and what its colours stand for.
+ * The chart in a box as one SVG: a title, its axes and marks, under them the grid as a picture, and what its colors stand for.
  * @param {Box} box
  */
 function chartAsSvg(box) {

@@ -5,7 +5,7 @@ import { $, el } from "../shared/dom.js";
 import { showTip } from "../shared/tip.js";
 import { counted, unitName } from "../shared/words.js";
 import { choose, remember } from "./choice.js";
-import { glyph, headTip, labelColour, pointGlyph } from "./labels.js";
+import { glyph, headTip, labelColor, pointGlyph } from "./labels.js";
 import { headLine } from "./likeness.js";
 import { data, firstLabel, hasLabel, known } from "./look.js";
 import { picture } from "./save.js";
@@ -103,7 +103,7 @@ function drawScatter() {
     width, height: Math.min(560, Math.max(320, width * 0.62)), margin: { l: 62, r: 16, t: 10, b: 42 }, x: axis(x, across), y: axis(y, up),
     points: places.map((place, index) => ({
       x: across[index], y: up[index], row: place, size: place === state.row ? 18 : 11, edge: place === state.row ? 2.2 : 0.7,
-      colour: labelColour(firstLabel(rows[index])), path: pointGlyph(firstLabel(rows[index])),
+      color: labelColor(firstLabel(rows[index])), path: pointGlyph(firstLabel(rows[index])),
       faint: Boolean(state.only && !hasLabel(rows[index], state.only)), error: [errorOf(rows[index], x.key), errorOf(rows[index], y.key)],
     })),
     click: ({ point }) => choose(point.row),
@@ -123,7 +123,7 @@ function drawScatter() {
   $("highest").replaceChildren(...order.map((place) => headLine(data.rows[place], figure(data.rows[place][y.key], y), place)));
 }
 
-/** Says what the colours and glyphs of some heads stand for. */
+/** Says what the colors and glyphs of some heads stand for. */
 export function drawLabelLegend(id, rows) {
   $(id).replaceChildren(...data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)).map((name) => {
     return el("li", {}, glyph(name, pointGlyph(name)), name);

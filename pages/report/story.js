@@ -7,7 +7,7 @@ import { drawArcs, layText } from "./arcs.js";
 import { chooseToken, lookOn } from "./choice.js";
 import { labelLines } from "./labels.js";
 import { data } from "./look.js";
-import { drawMap, fullColour, scaleWords } from "./map.js";
+import { drawMap, fullColor, scaleWords } from "./map.js";
 import { guideWords, guidesOf } from "./proof.js";
 import { sentence } from "./sentence.js";
 import { chosen, proofPiece, sceneOf, state } from "./state.js";
@@ -58,7 +58,7 @@ export function drawStory(row, rows, token = chosenQueryOf(row)) {
     over: (index) => peek({ row: data.rows.indexOf(told.row), token: index }), out: () => peek({}), pick: (index) => chooseToken(index, "to"),
   });
   drawArcs($("story-text"), row, rows, token, found);
-  $("story-scale").textContent = scaleWords(fullColour(tokenWeights(rows, token, "to")));
+  $("story-scale").textContent = scaleWords(fullColor(tokenWeights(rows, token, "to")));
   $("story-raw").textContent = rawWords(layer);
   drawStoryMap(row, rows, token);
   drawAside(row, layer);

@@ -5,7 +5,7 @@ import { contrast, hex, inkOn, luminance } from "../shared/draw.js";
 import { weight, whole } from "../shared/words.js";
 import { chooseToken, redraw, remember } from "./choice.js";
 import { data } from "./look.js";
-import { fullColour, scaleWords, shade } from "./map.js";
+import { fullColor, scaleWords, shade } from "./map.js";
 import { repeatOf } from "./proof.js";
 import { chosen, state } from "./state.js";
 import { headRows, receivedBy, tokenWeights, topKeys } from "./weights.js";
@@ -24,7 +24,7 @@ export function drawText(heads) {
   textShown = heads;
   drawTextTitle();
   drawStreams();
-  colourTokens();
+  colorTokens();
 }
 
 function drawTextTitle() {
@@ -43,9 +43,9 @@ function drawTextTitle() {
     ? ` This layer attends over ${whole(layer.from.tokens.length)} positions at a time (for example a window), so tokens are shown as position numbers.` : "";
   const block = layer.rows.exact && layer.cols.exact ? "" : " Except for the strongest keys, weights are means over blocks of tokens (≈).";
   $("text-what").textContent = {
-    to: "Select a token; the others are coloured by its weight on them.",
-    from: "Select a token; the others are coloured by their weight on it.",
-    all: "Each token is coloured by the total attention it receives from all queries.",
+    to: "Select a token; the others are colored by its weight on them.",
+    from: "Select a token; the others are colored by their weight on it.",
+    all: "Each token is colored by the total attention it receives from all queries.",
   }[state.direction] + places + block + (rawWords(layer) && ` ${rawWords(layer)}`);
 }
 
@@ -166,7 +166,7 @@ function connectTokens(box, stream) {
   });
 }
 
-// --- their colours -----------------------------------------------------------------------------
+// --- their colors -----------------------------------------------------------------------------
 
 /** What the boxes show: the weight of the chosen token on each other, the mean over the heads shown. */
 function shownWeights() {
@@ -174,13 +174,13 @@ function shownWeights() {
   return each[0].map((_, index) => each.reduce((sum, weights) => sum + weights[index], 0) / each.length);
 }
 
-/** Colours a token by a share of the full colour, in an ink that can be read on it. */
-export function colourButton(button, share) {
+/** Colors a token by a share of the full color, in an ink that can be read on it. */
+export function colorButton(button, share) {
   const strength = Math.max(0, Math.min(1, share));
   button.style.setProperty("--w", strength.toFixed(3));
   if (button.closest(".patches")) return;
-  const [panel, colour] = [hex(css("--panel")), css("--token").split(" ").map(Number)];
-  const under = panel.map((part, index) => part + strength * (colour[index] - part));
+  const [panel, color] = [hex(css("--panel")), css("--token").split(" ").map(Number)];
+  const under = panel.map((part, index) => part + strength * (color[index] - part));
   const plain = css(button.classList.contains("special") ? "--muted" : "--ink");
   const readable = contrast(luminance(hex(plain)), luminance(under)) >= 4.6;
   button.style.color = readable ? "" : inkOn(under);
@@ -189,25 +189,25 @@ export function colourButton(button, share) {
 let textScale = "";
 const sayScale = () => { $("text-scale").textContent = textScale; };
 
-function colourTokens() {
+function colorTokens() {
   const { layer } = textShown[0];
   const weights = shownWeights();
-  const top = state.direction === "all" ? Math.max(...weights, 1e-9) : fullColour(weights);
-  const coloured = state.direction === "from" ? "queries" : "keys";
+  const top = state.direction === "all" ? Math.max(...weights, 1e-9) : fullColor(weights);
+  const colored = state.direction === "from" ? "queries" : "keys";
   const picked = state.direction === "to" ? "queries" : "keys";
   for (const box of $("streams").querySelectorAll("[data-side]")) {
     const both = box.dataset.side === "both";
     for (const button of box.querySelectorAll("[data-token]")) {
       const index = Number(button.dataset.token);
-      const mine = both || box.dataset.side === coloured;
-      colourButton(button, mine ? shade(weights[index] / top) : 0);
+      const mine = both || box.dataset.side === colored;
+      colorButton(button, mine ? shade(weights[index] / top) : 0);
       button.dataset.weight = mine ? weight(weights[index]) : "";
       const here = index === state.token && (both || box.dataset.side === picked);
       button.setAttribute("aria-pressed", String(here));
       button.tabIndex = here || (!both && box.dataset.side !== picked && index === 0) ? 0 : -1;
     }
   }
-  textScale = state.direction === "all" ? `Full colour is the largest attention that a token receives, ${weight(top)}.` : scaleWords(top);
+  textScale = state.direction === "all" ? `Full color is the largest attention that a token receives, ${weight(top)}.` : scaleWords(top);
   sayScale();
   drawStrongest(layer, weights);
   keepInSight(picked);

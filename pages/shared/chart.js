@@ -1,4 +1,4 @@
-// Charts: a grid of colours on a canvas; axes, bars, lines, points, words and frames in SVG over it.
+// Charts: a grid of colors on a canvas; axes, bars, lines, points, words and frames in SVG over it.
 
 import { $, css, el } from "./dom.js";
 import { between, drawn, hex, palette, pixel } from "./draw.js";
@@ -13,12 +13,12 @@ const STEPS = [1, 2, 5, 10];
  *   x, y: axes { range, title, ticks, turned, mono, lines, share }. A range is what stands left and right, or below and
  *     above; ticks are [value, text]; `lines` draws one at each tick; `share(value)` replaces a linear scale.
  *   grid { z, low, high, stops, fill, gap, across, down, lost }: rows of numbers, each a cell round whole numbers, or
- *     all of them `across` and `down` some ranges; null and NaN stay blank. Colours run through `stops` from `low` to
+ *     all of them `across` and `down` some ranges; null and NaN stay blank. Colors run through `stops` from `low` to
  *     `high`, or are what `fill(value)` says; `lost` is that of infinite numbers.
- *   bars [[x, y]], lines [{ points, colour, width, dash, dots, more }], areas [{ points: [[x, low, high]], colour, opacity }],
- *   points [{ x, y, size, colour, glyph, edge, faint, error }],
- *   words [{ x, y, text, size, colour }], guides (lines that are thin and dashed), frames [{ x0, x1, y0, y1, width, plain }].
- *   ramp [[value, text]]: the ticks of a bar of the grid's colours. over(spec): further elements, drawn last.
+ *   bars [[x, y]], lines [{ points, color, width, dash, dots, more }], areas [{ points: [[x, low, high]], color, opacity }],
+ *   points [{ x, y, size, color, glyph, edge, faint, error }],
+ *   words [{ x, y, text, size, color }], guides (lines that are thin and dashed), frames [{ x0, x1, y0, y1, width, plain }].
+ *   ramp [[value, text]]: the ticks of a bar of the grid's colors. over(spec): further elements, drawn last.
  *   hover(event, place), click(place), zoom(ranges), leave(): a place is { x, y, column, row, point }.
  * @param {string} id
  * @param {ChartSpec} spec
@@ -88,7 +88,7 @@ const blank = (value) => value === null || Number.isNaN(value);
 /** A pixel for each cell. */
 export function paintCells(canvas, grid, rows, columns) {
   [canvas.width, canvas.height] = [columns, rows];
-  const [colours, lost] = [palette(grid.stops), grid.lost ? pixel(...hex(grid.lost)) : 0];
+  const [colors, lost] = [palette(grid.stops), grid.lost ? pixel(...hex(grid.lost)) : 0];
   const image = new ImageData(columns, rows);
   const pixels = new Uint32Array(image.data.buffer);
   const scale = grid.high > grid.low ? 255 / (grid.high - grid.low) : 0;
@@ -97,14 +97,14 @@ export function paintCells(canvas, grid, rows, columns) {
       const value = line[column];
       if (value === null || value !== value) continue;  // none, or NaN
       const step = (value - grid.low) * scale + 0.5;
-      pixels[row * columns + column] = value === Infinity && lost ? lost : colours[step < 0 ? 0 : step > 255 ? 255 : step | 0];
+      pixels[row * columns + column] = value === Infinity && lost ? lost : colors[step < 0 ? 0 : step > 255 ? 255 : step | 0];
     }
   });
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
 const rgb = (parts) => `#${parts.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
-export const cellColour = (grid, value) => (grid.fill ? grid.fill(value) : rgb(between(grid.stops.map(hex), shareOf(grid, value))));
+export const cellColor = (grid, value) => (grid.fill ? grid.fill(value) : rgb(between(grid.stops.map(hex), shareOf(grid, value))));
 
 /** Cells with room between them. */
 function paintApart(canvas, grid, wide, tall) {
@@ -115,20 +115,20 @@ function paintApart(canvas, grid, wide, tall) {
   const gap = Math.min(grid.gap * devicePixelRatio, across / 4, down / 4);
   grid.z.forEach((line, row) => line.forEach((value, column) => {
     if (blank(value)) return;
-    pen.fillStyle = cellColour(grid, value);
+    pen.fillStyle = cellColor(grid, value);
     pen.fillRect(column * across + gap / 2, row * down + gap / 2, across - gap, down - gap);
   }));
 }
 
 /**
- * The bar that says what the grid's colours stand for.
+ * The bar that says what the grid's colors stand for.
  * @param {ChartSpec} spec
  */
 export function rampMarks({ grid, ramp, area, width, margin }, id) {
   if (!ramp) return [];
   const x = width - margin.r + 10;
   const y = along([grid.low, grid.high], area.y + area.height, area.y);
-  const stops = grid.stops.map((colour, place) => drawn("stop", { offset: place / (grid.stops.length - 1), "stop-color": colour }));
+  const stops = grid.stops.map((color, place) => drawn("stop", { offset: place / (grid.stops.length - 1), "stop-color": color }));
   return [
     drawn("linearGradient", { id: `${id}-ramp`, x1: 0, x2: 0, y1: 1, y2: 0 }, ...stops),
     drawn("rect", { x, y: area.y, width: 10, height: area.height, fill: `url(#${id}-ramp)` }),
@@ -139,7 +139,7 @@ export function rampMarks({ grid, ramp, area, width, margin }, id) {
 // --- axes --------------------------------------------------------------------------------------
 
 export const lettering = (x, y, text, more = {}) => drawn("text", { x, y, fill: css("--muted"), ...more }, text);
-const stroke = (x1, y1, x2, y2, colour, more = {}) => drawn("line", { x1, y1, x2, y2, stroke: css(colour), ...more });
+const stroke = (x1, y1, x2, y2, color, more = {}) => drawn("line", { x1, y1, x2, y2, stroke: css(color), ...more });
 
 /** @param {ChartSpec} spec */
 function axisMarks({ x, y, area, toX, toY, height, margin }) {
@@ -200,14 +200,14 @@ function barMarks({ bars = [], toX, toY }) {
 
 /** @param {ChartSpec} spec */
 function lineMarks({ lines = [], toX, toY }) {
-  return lines.flatMap(({ points, colour, width = 1.6, dash, dots, more = {} }) => {
+  return lines.flatMap(({ points, color, width = 1.6, dash, dots, more = {} }) => {
     let text = "";
     points.forEach(([x, y], place) => {
       if (!blank(y)) text += `${place && !blank(points[place - 1][1]) ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`;
     });
-    const drawnLine = drawn("path", { d: text, fill: "none", stroke: css(colour), "stroke-width": width, ...(dash ? { "stroke-dasharray": dash } : {}), ...more });
+    const drawnLine = drawn("path", { d: text, fill: "none", stroke: css(color), "stroke-width": width, ...(dash ? { "stroke-dasharray": dash } : {}), ...more });
     const ends = dots ? points.filter(([, y]) => !blank(y)) : [];
-    return [drawnLine, ...ends.map(([x, y]) => drawn("circle", { cx: toX(x), cy: toY(y), r: 2, fill: css(colour) }))];
+    return [drawnLine, ...ends.map(([x, y]) => drawn("circle", { cx: toX(x), cy: toY(y), r: 2, fill: css(color) }))];
   });
 }
 
@@ -216,7 +216,7 @@ function lineMarks({ lines = [], toX, toY }) {
  * @param {ChartSpec} spec
  */
 function areaMarks({ areas = [], toX, toY }) {
-  return areas.flatMap(({ points, colour, opacity }) => {
+  return areas.flatMap(({ points, color, opacity }) => {
     const parts = [[]];
     for (const point of points) {
       if (point.every(Number.isFinite)) parts.at(-1).push(point);
@@ -224,32 +224,32 @@ function areaMarks({ areas = [], toX, toY }) {
     }
     const edge = (part, place) => part.map((point) => `${toX(point[0]).toFixed(1)} ${toY(point[place]).toFixed(1)}`).join("L");
     return parts.filter(({ length }) => length).map((part) => drawn("path", {
-      d: `M${edge(part, 2)}L${edge(part.toReversed(), 1)}Z`, fill: css(colour), "fill-opacity": opacity,
+      d: `M${edge(part, 2)}L${edge(part.toReversed(), 1)}Z`, fill: css(color), "fill-opacity": opacity,
     }));
   });
 }
 
 /**
- * Where a pattern is expected: thin, dashed, and seen on any colour.
+ * Where a pattern is expected: thin, dashed, and seen on any color.
  * @param {ChartSpec} spec
  */
 function guideMarks({ guides = [], toX, toY }) {
-  return guides.flatMap(([x1, y1, x2, y2]) => [["#ffffff", 1.6, ""], ["#000000", 1.6, "3 4"]].map(([colour, width, dash]) => drawn("line", {
-    x1: toX(x1), y1: toY(y1), x2: toX(x2), y2: toY(y2), stroke: colour, "stroke-width": width, class: "guide",
+  return guides.flatMap(([x1, y1, x2, y2]) => [["#ffffff", 1.6, ""], ["#000000", 1.6, "3 4"]].map(([color, width, dash]) => drawn("line", {
+    x1: toX(x1), y1: toY(y1), x2: toX(x2), y2: toY(y2), stroke: color, "stroke-width": width, class: "guide",
     "stroke-opacity": 0.85, ...(dash ? { "stroke-dasharray": dash } : {}),
   })));
 }
 
 /** @param {ChartSpec} spec */
 function pointMarks({ points = [], toX, toY }) {
-  return points.map(({ x, y, size = 10, colour, path, edge = 0.8, faint, error = [] }) => {
+  return points.map(({ x, y, size = 10, color, path, edge = 0.8, faint, error = [] }) => {
     const [left, top, scale] = [toX(x), toY(y), size / 12];
     const [across, up] = error;
     const bar = (x1, y1, x2, y2) => stroke(x1, y1, x2, y2, "--line-strong");
     return drawn("g", { class: "point", opacity: faint ? 0.12 : 1 },
       ...(across > 0 ? [bar(toX(x - across), top, toX(x + across), top)] : []), ...(up > 0 ? [bar(left, toY(y - up), left, toY(y + up))] : []),
       drawn("path", {
-        d: path, fill: colour, stroke: css("--ink"), "stroke-width": edge / scale,
+        d: path, fill: color, stroke: css("--ink"), "stroke-width": edge / scale,
         transform: `translate(${left} ${top}) scale(${scale}) translate(-6 -6)`,
       }));
   });
@@ -257,18 +257,18 @@ function pointMarks({ points = [], toX, toY }) {
 
 /** @param {ChartSpec} spec */
 function wordMarks({ words = [], toX, toY }) {
-  return words.map(({ x, y, text, size = FONT, colour, path }) => {
+  return words.map(({ x, y, text, size = FONT, color, path }) => {
     const [left, top] = [toX(x), toY(y)];
     const wide = path ? 16 : 0;
-    const letters = drawn("text", { x: left + wide / 2, y: top + size * 0.36, "text-anchor": "middle", "font-size": size, fill: colour, class: "word" }, text);
+    const letters = drawn("text", { x: left + wide / 2, y: top + size * 0.36, "text-anchor": "middle", "font-size": size, fill: color, class: "word" }, text);
     if (!path) return letters;
     const start = text ? left - 8 - text.length * size * 0.29 : left - 6;
-    return drawn("g", {}, drawn("path", { d: path, fill: colour, transform: `translate(${start} ${top - 6})` }), letters);
+    return drawn("g", {}, drawn("path", { d: path, fill: color, transform: `translate(${start} ${top - 6})` }), letters);
   });
 }
 
 /**
- * Frames of two lines, so that they show on any colour; a plain one is a single line of the mark's colour.
+ * Frames of two lines, so that they show on any color; a plain one is a single line of the mark's color.
  * @param {ChartSpec} spec
  */
 function frameMarks({ frames = [], toX, toY }) {
@@ -277,7 +277,7 @@ function frameMarks({ frames = [], toX, toY }) {
     // A path, because a rectangle without a width is not drawn.
     const place = { d: `M${left} ${top}H${right}V${bottom}H${left}Z`, fill: "none" };
     const strokes = plain ? [["--mark", width]] : [["--panel", width + 3.5], ["--ink", width]];
-    return strokes.map(([colour, thick]) => drawn("path", { ...place, stroke: css(colour), "stroke-width": thick }));
+    return strokes.map(([color, thick]) => drawn("path", { ...place, stroke: css(color), "stroke-width": thick }));
   });
 }
 

@@ -17,7 +17,7 @@ function valuesOf(run, kind = "values") {
 
 const shownRuns = () => (state.run === DIFFERENCE ? runs : [runs[state.run]]);
 const runLetter = (run) => "ab"[runs.indexOf(run)];
-const COLOURS = { a: "--accent", b: "--mark" };
+const COLORS = { a: "--accent", b: "--mark" };
 const HIGH = 190;  // pixels of the curve
 
 /** The range of the values that are drawn, and whether on a logarithmic scale: not with any below zero. */
@@ -64,14 +64,14 @@ export function drawCurve(choose, zoom) {
 /** The interquartile range of all heads. */
 function quartiles(/** @type {Run} */ run) {
   const [low, , high] = run.crowd[state.statistic];
-  return { points: run.columns.map(({ middle }, place) => [middle, finite(low[place]), finite(high[place])]), colour: "--muted", opacity: 0.24 };
+  return { points: run.columns.map(({ middle }, place) => [middle, finite(low[place]), finite(high[place])]), color: "--muted", opacity: 0.24 };
 }
 
 function medianLine(/** @type {Run} */ run) {
   const median = run.crowd[state.statistic][1];
   return {
     points: run.columns.map(({ middle }, place) => [middle, finite(median[place])]), width: 1, dash: "2 3",
-    colour: runs.length > 1 ? COLOURS[runLetter(run)] : "--muted",
+    color: runs.length > 1 ? COLORS[runLetter(run)] : "--muted",
   };
 }
 
@@ -81,14 +81,14 @@ function errorBand(/** @type {Run} */ run) {
   if (!errors) return [];
   return [{
     points: run.columns.map(({ middle }, place) => [middle, values[place] - errors[place], values[place] + errors[place]]),
-    colour: COLOURS[runLetter(run)], opacity: 0.25,
+    color: COLORS[runLetter(run)], opacity: 0.25,
   }];
 }
 
 function ownLine(/** @type {Run} */ run) {
   const [values, letter] = [valuesOf(run), runLetter(run)];
   return {
-    points: run.columns.map(({ middle }, place) => [middle, finite(values[place])]), colour: COLOURS[letter], width: 2,
+    points: run.columns.map(({ middle }, place) => [middle, finite(values[place])]), color: COLORS[letter], width: 2,
     dots: run.columns.length <= 60, more: { class: letter, "data-run": letter, "stroke-linejoin": "round" },
   };
 }

@@ -9,18 +9,18 @@ import { TRIANGLE, alarmPaths, alarmText, entry, symbol } from "./marks.js";
 import { DIFFERENCE, changes, chosenColumn, columnAt, data, heads, isShare, reach, runs, shown, shownAlarms, shownHeads, state, statisticOf } from "./run.js";
 import { bounds, scaleOf, scaler, shownText, signedScaler, signedText, stepText, stepTicks, unitText, written } from "./scale.js";
 
-/** What the colours stand for: values, or their change since the first step. */
-function coloured() {
+/** What the colors stand for: values, or their change since the first step. */
+function colored() {
   const found = shown();
   return state.scale === "change" && state.run !== DIFFERENCE ? { ...found, values: changes(found) } : found;
 }
 
-/** How figures become colours: `{ share, colours, low, high, log }`. */
-function colouring(statistic) {
-  if (state.scale === "change" && state.run !== DIFFERENCE) return signedColours(coloured().values, false);
-  if (state.run === DIFFERENCE) return signedColours(shown(statistic.key).values, scaleOf(statistic) === "log");
+/** How figures become colors: `{ share, colors, low, high, log }`. */
+function coloring(statistic) {
+  if (state.scale === "change" && state.run !== DIFFERENCE) return signedColors(colored().values, false);
+  if (state.run === DIFFERENCE) return signedColors(shown(statistic.key).values, scaleOf(statistic) === "log");
   const { low, high, least } = bounds(statistic);
-  if (low < 0 && high > 0) return signedColours(runs.flatMap((run) => [...run.values.get(statistic.key)]), scaleOf(statistic) === "log");
+  if (low < 0 && high > 0) return signedColors(runs.flatMap((run) => [...run.values.get(statistic.key)]), scaleOf(statistic) === "log");
   if (scaleOf(statistic) === "log") {
     const start = Math.max(least, high * 1e-6);
     return { low: start, high, log: true, share: scaler(start, high, true), stops: VIRIDIS };
@@ -30,8 +30,8 @@ function colouring(statistic) {
   return { low: from, high: to, log: false, share: scaler(from, to, false), stops: VIRIDIS };
 }
 
-/** Colours on both sides of zero. */
-function signedColours(values, log) {
+/** Colors on both sides of zero. */
+function signedColors(values, log) {
   const sizes = Float32Array.from(values, Math.abs).filter((size) => size > 0 && size < Infinity).sort();
   const [end, one] = [sizes.at(-1) ?? 1, sizes[sizes.length >> 1] ?? 1];
   return { low: -end, high: end, log, share: signedScaler(end, one, log), stops: [css("--low"), css("--panel"), css("--high")] };
@@ -74,7 +74,7 @@ function together(values, from, to, largest) {
 
 /** The cells of the picture, as shares of the scale: one for each head and pixel. `most` columns share a pixel. */
 function cellsOf(statistic, share, wide) {
-  const { columns, values } = coloured();
+  const { columns, values } = colored();
   const under = columnsUnder(columns, wide, reach());
   const largest = statistic.kind === "maximum" && state.run !== DIFFERENCE;
   const z = shownHeads().map((head) => {
@@ -96,14 +96,14 @@ export function drawHeat(choose, zoom) {
   const margin = { l: 46, r: 10, t: 6, b: 40 };
   const wide = width - margin.l - margin.r;
   const tall = Math.max(1, Math.min(26, Math.round(430 / order.length)));
-  const colour = colouring(statistic);
-  const { z, most } = cellsOf(statistic, colour.share, Math.max(1, Math.round(wide * devicePixelRatio)));
+  const color = coloring(statistic);
+  const { z, most } = cellsOf(statistic, color.share, Math.max(1, Math.round(wide * devicePixelRatio)));
   const at = ({ x, row }) => ({ head: order[row], column: columnAt(shown().columns, x) });
   chart("heat", {
     width, height: tall * order.length + margin.t + margin.b, margin, across: true, zoom,
     x: { range: reach(), title: "step", ticks: stepTicks(reach(), wide) },
     y: { range: [order.length - 0.5, -0.5], title: tall < 12 && state.sort === "layer" ? "layer" : "", ticks: headTicks(order, tall) },
-    grid: { z, low: 0, high: 1, stops: colour.stops, lost: css("--bad"), across: reach(), down: [-0.5, order.length - 0.5] },
+    grid: { z, low: 0, high: 1, stops: color.stops, lost: css("--bad"), across: reach(), down: [-0.5, order.length - 0.5] },
     frames: choiceFrames(order, tall), over: heatAlarms,
     hover: (event, place) => {
       const { head, column } = at(place);
@@ -115,7 +115,7 @@ export function drawHeat(choose, zoom) {
     },
   }).setAttribute("aria-label", `${statistic.title} of ${counted(order.length, "head")} over steps; the table of values shows the selected head`);
   $("pooled").textContent = most > 1 ? `Up to ${most} columns share a pixel, which shows ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "their maximum" : "their mean"}.` : "";
-  drawRamp(colour);
+  drawRamp(color);
 }
 
 /** The names of heads, or of layers where heads are too thin for one each. */
@@ -163,7 +163,7 @@ export function drawChoice() {
   reframe("heat", choiceFrames(order, $("heat").chart.area.height / order.length));
 }
 
-/** The legend of the picture: what its colours stand for. */
+/** The legend of the picture: what its colors stand for. */
 function drawRamp({ low, high, log, stops }) {
   const ramp = el("i", { class: "ramp" });
   ramp.style.background = `linear-gradient(to right, ${stops.join(", ")})`;

@@ -8,7 +8,7 @@ import { DIFFERENCE, RUN_NAMES, reach, runs, scalarsOf, state } from "./run.js";
 import { written } from "./scale.js";
 
 const HIGH = 64;  // pixels of each
-const COLOURS = ["--accent", "--mark"];
+const COLORS = ["--accent", "--mark"];
 
 /** Draws a small chart for each; `zoom` is called with a range of steps. */
 export function drawScalars(zoom) {
@@ -22,7 +22,7 @@ function drawScalar(id, name, chosen, zoom) {
   const [low, high] = reach();
   const margin = { l: 46, r: 10, t: 18, b: 6 };
   const lines = chosen.flatMap((run) => scalarsOf(run).filter(([one]) => one === name).map(([, steps, values]) => ({
-    run, points: steps.map((step, place) => [step, values[place] ?? NaN]), colour: COLOURS[runs.indexOf(run)], width: 1.4,
+    run, points: steps.map((step, place) => [step, values[place] ?? NaN]), color: COLORS[runs.indexOf(run)], width: 1.4,
   })));
   const inside = lines.flatMap(({ points }) => points.filter(([step, value]) => step >= low && step <= high && Number.isFinite(value)).map(([, value]) => value));
   const [least, most] = inside.length ? [Math.min(...inside), Math.max(...inside)] : [0, 1];

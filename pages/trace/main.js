@@ -9,7 +9,7 @@ const ALL = "all", RETRIEVAL = "retrieval", NO_TOKEN = -1, NAMED = 8, BESIDE = 3
 const state = { token: NO_TOKEN, heads: ALL };
 /** @type {Trace} */
 let data;
-let shaded = [];  // the prompt's tokens that have a colour now
+let shaded = [];  // the prompt's tokens that have a color now
 let current = new Map();  // weights by keys
 /** @type {HTMLElement[]} */
 let spans;  // the prompt's tokens

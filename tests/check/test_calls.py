@@ -115,7 +115,7 @@ def test_arguments_are_known_by_their_names(names: tuple[str, ...]) -> None:
 
 
 def test_names_without_a_role_have_none() -> None:
-    assert building_role("colour") is None
+    assert building_role("color") is None
     assert building_role("_N_Embd") == "width"
     assert calling_role("x") is None
     assert calling_role("KEY_PADDING_MASK") == "padding"
@@ -213,10 +213,10 @@ def test_sizes_that_a_constructor_refuses_come_first() -> None:
         (lambda: check(nn.MultiheadAttention(24, 3), dropout=0.5), "this is an instance"),
         (lambda: check(3), "must be a module, a class"),
         (lambda: check(nn.Module()), "embed_dim=24"),
-        (lambda: explain("colour"), "no such rule; rules: "),
+        (lambda: explain("color"), "no such rule; rules: "),
         (lambda: explain("head-splitt"), "did you mean head-split"),
         (lambda: check(nn.MultiheadAttention(24, 3, device="meta")), "have no values"),
-        (lambda: check(F.scaled_dot_product_attention, colour=3), "no argument colour|colour"),
+        (lambda: check(F.scaled_dot_product_attention, color=3), "no argument color|color"),
     ],
 )
 def test_faults_of_the_caller_are_answered_in_words(call: Any, words: str) -> None:
@@ -786,7 +786,7 @@ def test_what_came_back_goes_in_again_as_the_call_shows(restarts: bool) -> None:
     ("call", "said"),
     [
         (lambda layer, x, mask: layer(x), "call= has mask among its parameters"),
-        (lambda layer, x, keep, colour: layer(x), "call= has colour among its parameters"),
+        (lambda layer, x, keep, color: layer(x), "call= has color among its parameters"),
         (lambda x: x, "call= has 1 parameters"),
         (lambda layer, x: layer(x, 3), "takes 2 positional arguments but 3 were given"),
         (lambda layer, x: layer(x[:, :, None] @ x), "RuntimeError"),

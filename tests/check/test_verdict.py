@@ -1,4 +1,4 @@
-"""Verdicts: what follows from what, how they print, JSON, notebooks and colours."""
+"""Verdicts: what follows from what, how they print, JSON, notebooks and colors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_observed_contract_is_stated() -> None:
     assert "6 heads of 8, 3 of keys · rotary" in str(grouped)
 
 
-def test_colours_and_notebooks() -> None:
+def test_colors_and_notebooks() -> None:
     console = Console(width=300, record=True, file=io.StringIO(), force_terminal=True)
     console.print(WRONG)
     text = console.export_text(styles=True)
@@ -133,8 +133,8 @@ def test_numbers_are_printed_with_as_many_digits_as_they_need() -> None:
 
 
 def test_rules_and_lessons() -> None:
-    with pytest.raises(KeyError, match="'colour' was not tested; the tested rules are"):
-        RIGHT["colour"]
+    with pytest.raises(KeyError, match="'color' was not tested; the tested rules are"):
+        RIGHT["color"]
     for verdict in (WRONG, RIGHT):
         for one in verdict.results:
             assert one.rule in RULES

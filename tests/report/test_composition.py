@@ -175,9 +175,9 @@ def test_the_graph_and_its_table_show_the_strongest_pairs(tab: Tab, seen: Look) 
     ends = {(*line["points"][0], *line["points"][-1]) for line in lines}
     names = {(f"L{int(b)}H{int(a)}", f"L{int(d)}H{int(c)}") for a, b, c, d in ends}
     assert names == {(writer, reader) for writer, reader, _ in listed(tab)}
-    marked = {line["colour"] == "--mark" for line in lines}
+    marked = {line["color"] == "--mark" for line in lines}
     assert marked == {True, False}
-    assert sum(line["colour"] == "--mark" for line in lines) == sum(
+    assert sum(line["color"] == "--mark" for line in lines) == sum(
         "L1H1" in line for line in listed(tab)
     )
     assert "Two unrelated heads score about 0.088." in tab.text("#composition-what")

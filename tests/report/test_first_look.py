@@ -272,7 +272,7 @@ def test_a_table_longer_than_the_terminal_is_paged(monkeypatch: pytest.MonkeyPat
     assert len(shown) == 1
 
 
-def test_no_color_takes_the_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_takes_the_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")

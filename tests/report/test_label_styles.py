@@ -1,4 +1,4 @@
-"""Colours and glyphs of labels: told apart by every eye, and legible in both themes."""
+"""Colors and glyphs of labels: told apart by every eye, and legible in both themes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from colours import BLIND, apart, contrast, seen
+from colors import BLIND, apart, contrast, seen
 from headwise.report.catalog import LABEL_STYLES
 from headwise.report.head_labels import NO_LABEL, RULES
 
 PANELS = {"light": "#ffffff", "dark": "#1a1d22"}
 
 
-def test_the_difference_of_colours_is_the_published_one() -> None:
+def test_the_difference_of_colors_is_the_published_one() -> None:
     """Pairs of Sharma, Wu and Dalal 2005, table 1."""
     for one, other, expected in [
         ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425),
@@ -32,12 +32,12 @@ def test_every_label_has_a_style_and_a_glyph_of_its_own() -> None:
 
 @pytest.mark.parametrize("theme", PANELS)
 @pytest.mark.parametrize("blindness", [None, *BLIND])
-def test_labels_are_told_apart_by_colour(theme: str, blindness: str | None) -> None:
+def test_labels_are_told_apart_by_color(theme: str, blindness: str | None) -> None:
     """Old pairs at 4.3 and 5.9 would fail, and two reds that all eyes saw at 16."""
     least = 17 if blindness is None else 12
-    colours = {style.label: seen(getattr(style, theme), blindness) for style in LABEL_STYLES}
-    for one, other in itertools.combinations(colours, 2):
-        assert apart(colours[one], colours[other]) >= least, (one, other)
+    colors = {style.label: seen(getattr(style, theme), blindness) for style in LABEL_STYLES}
+    for one, other in itertools.combinations(colors, 2):
+        assert apart(colors[one], colors[other]) >= least, (one, other)
 
 
 @pytest.mark.parametrize("theme", PANELS)

@@ -402,7 +402,7 @@ def test_all_labels_are_told_where_there_is_room(model: GPT, tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("ground", "theme"), [("", "dark"), ("0;15", "light"), ("15;0", "dark")])
-def test_labels_have_the_palettes_colours(
+def test_labels_have_the_palettes_colors(
     model: GPT, tokenizer, monkeypatch: pytest.MonkeyPatch, ground: str, theme: str
 ) -> None:
     monkeypatch.setenv("COLORFGBG", ground)
@@ -411,11 +411,11 @@ def test_labels_have_the_palettes_colours(
     drawn, _ = table(replace(seen, rows=[{**seen.rows[0], "labels": labels}]), 200)
     (label,) = drawn.columns[1]._cells
     assert isinstance(label, Text)
-    colours = {style.label: getattr(style, theme) for style in LABEL_STYLES}
+    colors = {style.label: getattr(style, theme) for style in LABEL_STYLES}
     assert label.plain == "previous token, local"
     assert [str(span.style) for span in label.spans] == [
-        colours["previous token"],
-        colours["local"],
+        colors["previous token"],
+        colors["local"],
     ]
 
 
@@ -519,7 +519,7 @@ def test_json_is_all_there_is_on_standard_output(
         (["--context", "many"], "--context"),
         (["--out", "{tmp}/missing/page.html"], "there is no folder"),
         (["--out", "{tmp}"], "is a directory"),
-        (["--colour", "red"], "--colour"),
+        (["--color", "red"], "--color"),
     ],
 )
 def test_bad_input_gives_one_line_and_code_2(

@@ -252,7 +252,7 @@ def test_every_statistic_can_be_put_on_the_map_of_heads(tab: Tab, seen: Look) ->
         of_labels = key == "label"  # the help and the legend are of what the map shows
         title = next((one["title"] for one in seen.columns if one["key"] == key), "first label")
         assert title in tab.text("#heads-what")
-        assert ("colour and glyph" in tab.text("#heads-what")) is of_labels
+        assert ("color and glyph" in tab.text("#heads-what")) is of_labels
         assert (tab.page.locator("#legend svg.glyph").count() > 0) is of_labels
         assert bool(tab.text("#missing")) is of_labels
     favourites = tab.page.locator("#statistics label")
@@ -269,10 +269,10 @@ def test_a_label_is_singled_out_in_the_map_the_table_and_the_scatter(tab: Tab, s
     counts = {name: sum(has_label(row, name) for row in seen.rows) for name in (NONE, HOSTILE[0])}
     for name in [first_label(seen.rows[0]), HOSTILE[0]]:
         button = tab.page.locator("#legend button", has_text=name)
-        coloured = sum(first_label(row) == name for row in seen.rows)
-        further = sum(has_label(row, name) for row in seen.rows) - coloured
+        colored = sum(first_label(row) == name for row in seen.rows)
+        further = sum(has_label(row, name) for row in seen.rows) - colored
         tail = f" ({further} as a further label)" if further else ""
-        assert button.text_content() == f"{name} {coloured + further}{tail}"
+        assert button.text_content() == f"{name} {colored + further}{tail}"
         button.click()
         shown = flat(tab.plotted("heads"))
         mine = [has_label(row, name) for row in seen.rows]
@@ -593,8 +593,8 @@ def test_offsets_entropy_and_pairs_are_those_of_the_head(tab: Tab, seen: Look) -
 # --- the text --------------------------------------------------------------------------------
 
 
-def colours(tab: Tab) -> list[float]:
-    """How strongly each token is coloured, 0 to 1."""
+def colors(tab: Tab) -> list[float]:
+    """How strongly each token is colored, 0 to 1."""
     buttons = "[...document.querySelectorAll('#streams button')]"
     return tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
 
@@ -610,17 +610,17 @@ def test_a_token_shows_where_it_looks_and_who_looks_at_it(tab: Tab, seen: Look) 
     layer, head = head_of(seen, 2)
     tab.click("#streams button[data-token='11']")
     assert "at 11 attends to" in tab.text("#strongest-title")
-    np.testing.assert_allclose(colours(tab), np.sqrt(layer.maps[head, 11]), atol=0.003)
+    np.testing.assert_allclose(colors(tab), np.sqrt(layer.maps[head, 11]), atol=0.003)
     order = np.argsort(-layer.maps[head, 11])[:8]
     assert tab.texts("#strongest b")[:8] == [weight(v) for v in layer.top_weights[head, 11]]
     tokens = seen.streams[0].tokens
     assert tab.texts("#strongest code")[:8] == [visible(tokens[key]) for key in order]
     tab.click("#directions label", 1)
     assert "at 11 is attended to by" in tab.text("#strongest-title")
-    np.testing.assert_allclose(colours(tab), np.sqrt(layer.maps[head, :, 11]), atol=0.003)
+    np.testing.assert_allclose(colors(tab), np.sqrt(layer.maps[head, :, 11]), atol=0.003)
     tab.click("#directions label", 2)
     received = layer.received[head]
-    np.testing.assert_allclose(colours(tab), np.sqrt(received / received.max()), atol=0.003)
+    np.testing.assert_allclose(colors(tab), np.sqrt(received / received.max()), atol=0.003)
     strongest = tokens[int(received.argmax())]
     assert tab.texts("#strongest code")[0] == visible(strongest)
     tab.click("#directions label", 0)
@@ -633,9 +633,7 @@ def test_all_heads_of_a_layer_are_their_mean(tab: Tab, seen: Look) -> None:
     tab.click("#scopes label", 1)
     tab.click("#streams button[data-token='17']")
     assert tab.text("#text-title") == f"Layer 0, mean of its {HEADS} heads"
-    np.testing.assert_allclose(
-        colours(tab), np.sqrt(seen.layers[0].maps[:, 17].mean(0)), atol=0.003
-    )
+    np.testing.assert_allclose(colors(tab), np.sqrt(seen.layers[0].maps[:, 17].mean(0)), atol=0.003)
     tab.click("#scopes label", 0)
 
 
@@ -833,8 +831,8 @@ def test_every_control_has_a_name_and_can_be_reached(tab: Tab) -> None:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_colour_schemes_are_legible(tab: Tab, scheme: str) -> None:
-    tab.colours(scheme)
+def test_both_color_schemes_are_legible(tab: Tab, scheme: str) -> None:
+    tab.colors(scheme)
     shades = tab.page.evaluate(
         """['body', '.panel', 'small', 'nav a[aria-current]'].map((selector) => {
              const style = getComputedStyle(document.querySelector(selector));
@@ -846,11 +844,11 @@ def test_both_colour_schemes_are_legible(tab: Tab, scheme: str) -> None:
     for one, other in ((ink, ground), (ink, panel), (muted, panel), (muted, ground), current):
         light, dark = sorted((luminance(one), luminance(other)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2, level AA
-    tab.colours("light")
+    tab.colors("light")
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """The relative luminance of `rgb(…)`, as WCAG 2 defines it."""
-    parts = np.array([int(part) for part in re.findall(r"\d+", colour)[:3]]) / 255
+    parts = np.array([int(part) for part in re.findall(r"\d+", color)[:3]]) / 255
     linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])

@@ -34,8 +34,8 @@ def choose(tab: Tab, layer: int, head: int) -> None:
     tab.drawn()
 
 
-def colours(tab: Tab, side: str) -> list[float]:
-    """How strongly the tokens of a side of cross-attention are coloured, 0 to 1."""
+def colors(tab: Tab, side: str) -> list[float]:
+    """How strongly the tokens of a side of cross-attention are colored, 0 to 1."""
     buttons = f"[...document.querySelectorAll('[data-side={side}] button')]"
     return tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
 
@@ -90,15 +90,15 @@ def test_cross_attention_is_shown_on_both_texts(translator: Tab) -> None:
     choose(translator, 5, 2)
     assert translator.texts("#streams h3") == ["decoder: queries", "encoder: keys"]
     translator.click("[data-side=queries] button[data-token='4']")
-    np.testing.assert_allclose(colours(translator, "keys"), np.sqrt(maps[4]), atol=0.003)
-    assert set(colours(translator, "queries")) == {0}
+    np.testing.assert_allclose(colors(translator, "keys"), np.sqrt(maps[4]), atol=0.003)
+    assert set(colors(translator, "queries")) == {0}
     assert "at 4 attends to" in translator.text("#strongest-title")
     translator.click("[data-side=keys] button[data-token='17']")
-    np.testing.assert_allclose(colours(translator, "queries"), np.sqrt(maps[:, 17]), atol=0.003)
+    np.testing.assert_allclose(colors(translator, "queries"), np.sqrt(maps[:, 17]), atol=0.003)
     assert "at 17 is attended to by" in translator.text("#strongest-title")
     translator.click("#directions label", 2)
     received = encoder_decoder().layers[5].received[2]
-    shown = colours(translator, "keys")
+    shown = colors(translator, "keys")
     np.testing.assert_allclose(shown, np.sqrt(received / received.max()), atol=0.003)
     translator.click("#directions label", 0)
     choose(translator, 0, 0)
@@ -318,8 +318,8 @@ def test_the_overview_has_the_map_of_every_head(browser: Any, tmp_path: Path) ->
         shown = cell[np.ix_(*at)][..., :3]
         expected = np.sqrt(look.layers[layer].maps[head])
         lower = np.tri(23, dtype=bool)
-        colours = np.stack([np.interp(expected, STOPS, part) for part in VIRIDIS.T], -1)
-        np.testing.assert_allclose(shown[lower], colours[lower], atol=6)
+        colors = np.stack([np.interp(expected, STOPS, part) for part in VIRIDIS.T], -1)
+        np.testing.assert_allclose(shown[lower], colors[lower], atol=6)
         assert (shown[~lower] == panel).all()
     tab.page.select_option("#statistic-menu", "entropy")
     assert tab.page.locator("#heads image").count() == 0
@@ -336,8 +336,8 @@ POSTER = """async () => {
 }"""
 
 
-def hex_of(colour: str) -> list[int]:
-    return [*bytes.fromhex(colour.strip().removeprefix("#"))]
+def hex_of(color: str) -> list[int]:
+    return [*bytes.fromhex(color.strip().removeprefix("#"))]
 
 
 VIRIDIS = np.array([hex_of(one) for one in (

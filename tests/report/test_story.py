@@ -293,7 +293,7 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
     words = [one.text for one in drawn.iter(f"{tag}text")]
     assert words[0] == "L0H0, induction"
     told = " ".join(words)
-    assert "full colour is a weight of 1." in told
+    assert "full color is a weight of 1." in told
     assert "made up on words drawn by chance" in told
     assert {"0", "0.25", "1"} < set(words)  # a scale, which the small map has not
     assert drawn.find(f"{tag}title").text.startswith("L0H0, induction. ")
@@ -369,9 +369,9 @@ def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_token_can_be_read_on_its_colour(tab: Tab, scheme: str) -> None:
+def test_every_token_can_be_read_on_its_color(tab: Tab, scheme: str) -> None:
     """WCAG 2, level AA: 4.5 to 1, also on the strongest."""
-    tab.colours(scheme)
+    tab.colors(scheme)
     found = tab.page.locator("#story-text button").evaluate_all(
         """(all) => all.map((one) => {
              const style = getComputedStyle(one);
@@ -381,11 +381,11 @@ def test_every_token_can_be_read_on_its_colour(tab: Tab, scheme: str) -> None:
     )
     for ink, over, under in found:
         assert ratio(ink, blend(over, under)) >= 4.5
-    tab.colours("light")
+    tab.colors("light")
 
 
-def parts(colour: str) -> list[float]:
-    return [float(part) for part in re.findall(r"[\d.]+", colour)]
+def parts(color: str) -> list[float]:
+    return [float(part) for part in re.findall(r"[\d.]+", color)]
 
 
 def blend(over: str, under: str) -> list[float]:
@@ -395,8 +395,8 @@ def blend(over: str, under: str) -> list[float]:
 
 
 def ratio(ink: str, ground: list[float]) -> float:
-    def light(colour: list[float]) -> float:
-        share = np.array(colour[:3]) / 255
+    def light(color: list[float]) -> float:
+        share = np.array(color[:3]) / 255
         linear = np.where(share <= 0.03928, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
         return float(linear @ [0.2126, 0.7152, 0.0722])
 

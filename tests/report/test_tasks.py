@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from browser import PHONE, Tab, axe_core, chromium, colours, violations
+from browser import PHONE, Tab, axe_core, chromium, colors, violations
 from headwise.models import gpt
 from headwise.models.corpus import manual_passage
 from headwise.report import look
@@ -244,7 +244,7 @@ def use(tab: Any, view: str) -> None:
 
 @pytest.mark.slow
 def test_axe_finds_nothing_in_any_view(browser: Any, files: dict[str, Path]) -> None:
-    """Opened at three widths and used, light; then dark, where the colours alone are others."""
+    """Opened at three widths and used, light; then dark, where the colors alone are others."""
     context = browser.new_context(color_scheme="light", bypass_csp=True)
     page = context.new_page()
     page.goto(files["two"].as_uri())
@@ -258,16 +258,16 @@ def test_axe_finds_nothing_in_any_view(browser: Any, files: dict[str, Path]) -> 
         page.locator(f"#view-{view}").wait_for()
         for width in (375, 860, 1440):
             page.set_viewport_size({"width": width, "height": 900})
-            colours(page, "light")
+            colors(page, "light")
             assert violations(page) == [], (view, width)
-            colours(page, "dark")
+            colors(page, "dark")
             assert violations(page, "color-contrast") == [], (view, width, "dark")
-        colours(page, "light")
+        colors(page, "light")
         use(page, view)
         assert violations(page) == [], f"{view}, used"
-        colours(page, "dark")
+        colors(page, "dark")
         assert violations(page, "color-contrast") == [], f"{view}, used, dark"
-        colours(page, "light")
+        colors(page, "light")
     context.close()
 
 

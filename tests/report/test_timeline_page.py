@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from browser import PHONE, Tab, axe_core, chromium, colours, violations
+from browser import PHONE, Tab, axe_core, chromium, colors, violations
 from headwise.report.page import render_page
 from headwise.report.page.timeline import render_timeline, write_timeline
 from headwise.report.timeline import Timeline, Track, read_timeline
@@ -136,7 +136,7 @@ def test_heads_are_sorted_by_change_and_by_first_alarm(tab: Tab, run: Timeline) 
     assert chosen(tab)["sort"] == "alarm"
 
 
-def test_colours_of_the_change_since_the_first_step(tab: Tab, run: Timeline) -> None:
+def test_colors_of_the_change_since_the_first_step(tab: Tab, run: Timeline) -> None:
     go(tab, "statistic=entropy&head=L0H0&scale=change")
     values = run.tracks["entropy"].values
     most = np.nanmax(np.abs(values - values[0])[np.isfinite(values)])
@@ -207,7 +207,7 @@ def test_the_page_opens_on_the_first_alarm(browser: Any, run: Timeline, tmp_path
     tab.close()
 
 
-def test_every_statistic_can_be_shown_with_its_colours(tab: Tab, run: Timeline) -> None:
+def test_every_statistic_can_be_shown_with_its_colors(tab: Tab, run: Timeline) -> None:
     names = tab.page.evaluate("[...document.getElementsByName('statistic')].map((i) => i.value)")
     assert names == list(run.tracks) == ["entropy", "first", "max_logit"]
     for place, name in enumerate(names):
@@ -272,7 +272,7 @@ def test_a_curve_is_broken_where_there_is_no_figure(tab: Tab) -> None:
     assert "not finite" not in tab.text("#legend")
 
 
-def test_figures_on_both_sides_of_zero_have_two_colours(browser: Any, tmp_path: Path) -> None:
+def test_figures_on_both_sides_of_zero_have_two_colors(browser: Any, tmp_path: Path) -> None:
     values = np.array([[-8.0, 0.5, 0.0], [-0.5, 8.0, 800.0]])
     track = Track("maximum", values, None, False)
     run = Timeline(
@@ -474,7 +474,7 @@ def test_two_runs_and_their_difference(pair: Any) -> None:
     tab.check()
 
 
-def test_a_difference_is_coloured_by_its_sign(pair: Any) -> None:
+def test_a_difference_is_colored_by_its_sign(pair: Any) -> None:
     tab, a, b = pair
     go(tab, "statistic=first&run=difference")
     change = b.tracks["first"].values[2, :5] - a.tracks["first"].values[4]
@@ -688,7 +688,7 @@ def test_axe_finds_nothing(browser: Any, run: Timeline, runs: int, tmp_path: Pat
     for width in (1440, 860, 375):
         page.set_viewport_size({"width": width, "height": 900})
         for scheme in ("light", "dark"):
-            colours(page, scheme)
+            colors(page, scheme)
             assert violations(page) == [], (width, scheme)
     page.context.close()
 

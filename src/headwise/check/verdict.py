@@ -19,7 +19,7 @@ from torch import Tensor
 
 Severity = Literal["error", "warning", "passed", "skipped"]
 SIGNS: dict[str, str] = {"error": "❌", "warning": "⚠", "passed": "✅", "skipped": "–"}
-COLOURS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
+COLORS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
 SHOWN = 4
 """The number of features printed per token; the JSON contains all of them."""
 Nested = list[Any]
@@ -235,23 +235,21 @@ class Verdict:
         return "".join([*parts, f"<p>Observed: {notes}</p>" if notes else ""])
 
     def __rich__(self) -> Any:
-        return coloured(self.lines(), "red" if self.errors else "green")
+        return colored(self.lines(), "red" if self.errors else "green")
 
 
 def _row(one: Finding) -> dict[str, Any]:
     return {name: value for name, value in asdict(one).items() if name != "lines_at"}
 
 
-def coloured(lines: Iterator[str], first: str) -> Any:
+def colored(lines: Iterator[str], first: str) -> Any:
     """Return lines in color for `rich`: the first in bold, the others by their signs."""
     from rich.text import Text
 
-    colours = {sign: COLOURS[severity] for severity, sign in SIGNS.items()}
+    colors = {sign: COLORS[severity] for severity, sign in SIGNS.items()}
     text = Text()
     for number, line in enumerate(lines):
-        text.append(
-            line + "\n", style=f"bold {first}" if number == 0 else colours.get(line[:1], "")
-        )
+        text.append(line + "\n", style=f"bold {first}" if number == 0 else colors.get(line[:1], ""))
     text.rstrip()
     return text
 

@@ -221,9 +221,9 @@ def show(verdict: Verdict, as_json: bool, every: bool = False) -> None:
         print(verdict.to_json())
         return
     if sys.stdout.isatty():
-        from ..check.verdict import coloured
+        from ..check.verdict import colored
 
-        lines = coloured(verdict.lines(every), "red" if verdict.errors else "green")
+        lines = colored(verdict.lines(every), "red" if verdict.errors else "green")
         Console().print(lines, soft_wrap=True)
     else:
         print("\n".join(verdict.lines(every)).rstrip())

@@ -1,5 +1,5 @@
-"""Colours as eyes see them: contrast (WCAG 2), three kinds of colour blindness, and how far apart
-two colours look (CIEDE2000)."""
+"""Colors as eyes see them: contrast (WCAG 2), three kinds of color blindness, and how far apart
+two colors look (CIEDE2000)."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _TO_XYZ = np.array(
 _WHITE = _TO_XYZ.sum(1)
 
 
-def linear(colour: str) -> np.ndarray:
+def linear(color: str) -> np.ndarray:
     """`#d55e00` as linear RGB."""
-    parts = np.array([int(colour[n : n + 2], 16) for n in (1, 3, 5)]) / 255
+    parts = np.array([int(color[n : n + 2], 16) for n in (1, 3, 5)]) / 255
     return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, 1 to 21."""
-    low, high = sorted(float(linear(colour) @ _TO_XYZ[1]) for colour in (one, other))
+    """The contrast ratio of two colors, 1 to 21."""
+    low, high = sorted(float(linear(color) @ _TO_XYZ[1]) for color in (one, other))
     return (high + 0.05) / (low + 0.05)
 
 
-def seen(colour: str, blindness: str | None = None) -> np.ndarray:
-    """The colour in CIELAB, as someone with a kind of colour blindness sees it."""
-    rgb = linear(colour)
+def seen(color: str, blindness: str | None = None) -> np.ndarray:
+    """The color in CIELAB, as someone with a kind of color blindness sees it."""
+    rgb = linear(color)
     if blindness is not None:
         rgb = (np.array(BLIND[blindness]) @ rgb).clip(0, 1)
     ratio = _TO_XYZ @ rgb / _WHITE
@@ -56,7 +56,7 @@ def seen(colour: str, blindness: str | None = None) -> np.ndarray:
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
-    """CIEDE2000 between two colours in CIELAB (Sharma, Wu and Dalal 2005)."""
+    """CIEDE2000 between two colors in CIELAB (Sharma, Wu and Dalal 2005)."""
     (l1, a1, b1), (l2, a2, b2) = one, other
     mean = (np.hypot(a1, b1) + np.hypot(a2, b2)) / 2
     stretch = 1 + 0.5 * (1 - np.sqrt(mean**7 / (mean**7 + 25.0**7)))
