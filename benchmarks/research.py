@@ -100,10 +100,9 @@ def line(row: dict[str, Any]) -> list[str]:
 
 
 def measure_memory() -> list[dict[str, Any]]:
-    """The peaks of long contexts; one layer's weights would be 32 GiB."""
-    rows = [
-        {"name": name, "length": LONG, "bytes": peak(name)} for name in ("rollout", "relevance")
-    ]
+    """The peaks of long contexts, beside the model's own; one layer's weights would be 32 GiB."""
+    kinds = ("forward", "rollout", "forward and backward", "relevance")
+    rows = [{"name": name, "length": LONG, "bytes": peak(name)} for name in kinds]
     lines = [[one["name"], f"{one['bytes'] / 2**20:,.0f}"] for one in rows]
     recording.show(f"4 layers × 8 heads, width 256, T {LONG:,}", ["", "MiB above the model"], lines)
     return rows
@@ -128,6 +127,10 @@ def measure_peak(kind: str) -> int:
         model = GPT2Model(GPT2Config(vocab_size=1024, **sizes)).eval()
         few, many = ids(64), ids(LONG)
         run = {
+            "forward": lambda tokens: torch.no_grad()(model)(**inputs(tokens)),
+            "forward and backward": lambda tokens: torch.autograd.grad(
+                score(model(**inputs(tokens))).sum(), model.wte.weight
+            ),
             "rollout": lambda tokens: hw.rollout(model, inputs(tokens), -1),
             "relevance": lambda tokens: hw.relevance(model, inputs(tokens), -1, score),
         }[kind]
