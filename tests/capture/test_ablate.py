@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import headwise as hw
 from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
+from headwise.capture.catch import catch
 from headwise.capture.reference import AblationReference, ablation_reference
-from headwise.capture.session import catch
 from headwise.core.observers import observers
 
 B, T, HEADS, D = 3, 7, 5, 4

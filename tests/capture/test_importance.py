@@ -15,10 +15,10 @@ import headwise as hw
 from ci import in_ci
 from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
+from headwise.capture.catch import catch
 from headwise.capture.effects import HeadEffects, join_tables
 from headwise.capture.importance import ablation_scan, importance
 from headwise.capture.reference import ablation_reference
-from headwise.capture.session import catch
 from headwise.core.observers import observers
 
 B, T, HEADS, D = 3, 7, 5, 4

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import fresh
 import headwise as hw
 from headwise.capture.ablate import ablate
+from headwise.capture.catch import catch
 from headwise.capture.mask_import import as_mask, without_padding
-from headwise.capture.session import catch
 from headwise.core.masks import Dense
 from headwise.core.observers import observers
 from headwise.core.shapes import Extent

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fresh
 import headwise as hw
 from headwise.capture.call import AttentionCall
-from headwise.capture.session import catch
+from headwise.capture.catch import catch
 from hugging_cases import CASES, STATISTICS, B, T, apart, by_hand, tokens, valid_queries
 
 # Functions that are registered.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.capture.ablate import ablate
+from headwise.capture.catch import catch
 from headwise.capture.importance import ablation_scan, importance
 from headwise.capture.reference import ablation_reference
-from headwise.capture.session import catch
 from support import truth
 
 B, T, H, D = 2, 12, 3, 4

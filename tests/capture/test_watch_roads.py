@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fresh
 import headwise as hw
 from headwise.capture.ablate import ablate
-from headwise.capture.session import catch
+from headwise.capture.catch import catch
 from support import truth
 
 B, T, S, H, D = 2, 7, 11, 4, 4
@@ -1008,7 +1008,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention, create_block_mask
 from headwise.core.reference import attention
 from headwise.capture.ablate import ablate
-from headwise.capture.session import catch
+from headwise.capture.catch import catch
 
 code, masks = flex_attention.__code__, create_block_mask.__code__
 compiled_masks = torch.compile(create_block_mask, backend="eager")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 import headwise.capture.known
-from headwise.capture import session
+from headwise.capture import catch
 from headwise.capture.known import known
 from headwise.capture.private_torch import modes
 from headwise.core.observers import observers
@@ -71,7 +71,7 @@ def test_records_are_those_of_a_model_that_is_followed_in_full(
         return records(model, lambda: model(**inputs)[0].square().mean(), queries=queries)
 
     found, light = run()
-    monkeypatch.setattr(session, "learn", lambda net: None)
+    monkeypatch.setattr(catch, "learn", lambda net: None)
     in_full, never = run()
     assert never == [False] * 3
     assert light == ([False] * 3 if name in UNSEEN else [False, True, True])
@@ -113,7 +113,7 @@ def test_headwise_layers_need_no_hooks(
         return records(model, lambda: model(batch(1)).square().mean(), maxima=True)
 
     found, light = run()
-    monkeypatch.setattr(session, "learn", lambda net: None)
+    monkeypatch.setattr(catch, "learn", lambda net: None)
     check_equal(found, run()[0])
     assert light == [False, True, True]
 

@@ -12,10 +12,10 @@ from .adapters.compiled import COMPILER, refuse_compiled
 from .adapters.mha import functions as composite_functions
 from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
+from .catch import ALWAYS, UNNOTICED
 from .modules import check_model
 from .private_torch import compiler
 from .serve import SERVED, Accelerated, Accelerator
-from .session import ALWAYS, UNNOTICED
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from ..stats.plan import Need
 from ..stats.record import Reading, Record
 from ..stats.statistic import Statistic
 from .call import AttentionCall, ObserveOptions
+from .catch import catch
 from .head_address import HeadAddress, Layer, as_written, is_head, parse_head, parse_layer
 from .modules import call_model, check_inputs, check_model, names_of
-from .session import catch
 
 MOST_BYTES = 2**30
 """The largest size of all requested attention weights."""

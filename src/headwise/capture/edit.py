@@ -22,9 +22,9 @@ from ..core.masks import as_mask
 from ..core.numbers import real, whole_numbers
 from ..core.shapes import Extent, extent_of
 from .call import AttentionCall
+from .catch import catch
 from .head_address import HeadAddress, Layer, as_written, is_head, is_layer, parse_head, parse_layer
 from .modules import attending, check_model
-from .session import catch
 
 At = Literal["output", "query", "key", "value"]
 """The part of a head that is edited; queries and keys are edited after rotation."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .ablate import How, ablate
 from .call import AttentionCall
+from .catch import catch
 from .effects import HeadEffects, gather
 from .head_address import joined_numbers
 from .modules import Modules
 from .reference import AblationReference, check_given
-from .session import catch
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model, batch)`: a loss for each sample, `[B]`, or their mean as a scalar."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..layers.attention import MultiHeadAttention
 from .modules import attending
-from .net import CaptureSession
+from .session import CaptureSession
 
 
 class _ModuleRecord(NamedTuple):

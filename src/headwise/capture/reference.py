@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..core.numbers import fault_of_flags
 from ..stats.lse import LSE
 from .call import AttentionCall, ObserveOptions
+from .catch import catch
 from .head_address import Layer, joined_numbers, module_of
 from .modules import check_model
-from .session import catch
 
 
 class AblationReference:

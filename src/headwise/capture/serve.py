@@ -23,8 +23,8 @@ from ..core.masks import Bias
 from ..core.shapes import Extent, no_autocast
 from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
-from .net import CaptureSession, Depth, Functions, RefcountedPatch
 from .private_torch import autocast, modes, traced
+from .session import CaptureSession, Depth, Functions, RefcountedPatch
 
 NATIVE = "native"
 _PLAIN = frozenset({Tensor, nn.Parameter})

@@ -18,9 +18,9 @@ from ..stats.statistic import Statistic, Statistics, check_statistics
 from .bundle import Bundles
 from .call import AttentionCall, ObserveOptions, seed_of_rank
 from .captured import Watched
+from .catch import catch
 from .modules import Heads, Modules, check_model, declared_heads
 from .parts import streams_of
-from .session import catch
 
 DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
 """The default of `watch()`: the log-sum-exp provides all of it almost for free."""

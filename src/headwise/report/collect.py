@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..capture.call import AttentionCall, ObserveOptions
 from ..capture.captured import Watched
+from ..capture.catch import CaptureSession, catch
 from ..capture.effects import HeadEffects
-from ..capture.session import CaptureSession, catch
 from ..core.reference import Definition
 from ..stats.entropy import Entropy
 from ..stats.map import Map

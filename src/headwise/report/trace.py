@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._text import and_more
+from ..capture.catch import catch
 from ..capture.head_address import HeadAddress, as_written, head_label, is_layer, parse_head
 from ..capture.modules import check_model
-from ..capture.session import catch
 from ..capture.trace import TracedModule, TraceRecorder
 from ..core.numbers import as_int
 from ..models import generation, gpt

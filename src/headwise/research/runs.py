@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.call import AttentionCall
+from ..capture.catch import catch
 from ..capture.modules import Modules, call_model, check_inputs, check_model
-from ..capture.session import catch
 
 Kept = TypeVar("Kept")
 Score = Callable[[Any], Tensor]

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from .._text import and_more
 from ..capture.bundle import Bundles, together
 from ..capture.call import AttentionCall, ObserveOptions, seed_of_call
+from ..capture.catch import catch
 from ..capture.modules import Modules, Names, chosen, evaluating, why_left_out
-from ..capture.net import CaptureSession
 from ..capture.ranks import rank_of_all
-from ..capture.session import catch
+from ..capture.session import CaptureSession
 from ..stats.max_logit import MaxLogit, Norms
 from ..stats.record import TOGETHER, Reading
 from ..stats.seen import Readings

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from ..modules import Names, as_written, attending, called_in_a_graph
-from ..net import CaptureSession, RefcountedPatch
 from ..private_torch import (
     backend_of,
     compile_with,
@@ -36,6 +35,7 @@ from ..private_torch import (
     not_compiled,
     skipped,
 )
+from ..session import CaptureSession, RefcountedPatch
 from .graph_sites import CannotCapture, instrument
 from .graphs import LISTENING, Listening, Site, uncompiled_module
 

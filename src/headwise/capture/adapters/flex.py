@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
 from ..call import AttentionCall
-from ..net import SILENCE, CaptureSession, Functions, RefcountedPatch
 from ..parts import PendingCall
 from ..private_torch import (
     modes,
@@ -30,6 +29,7 @@ from ..private_torch import (
     twin,
     uncompiled,
 )
+from ..session import SILENCE, CaptureSession, Functions, RefcountedPatch
 from .sdpa import mask_of
 from .softmax import call_of_scores
 

@@ -20,9 +20,9 @@ from torch.fx.node import map_aggregate, map_arg
 
 from ..head_axis import Leading, leading
 from ..modules import names_of
-from ..net import CaptureSession
 from ..parts import PendingCall
 from ..private_torch import add_buffer, example_of, hint_of
+from ..session import CaptureSession
 from .graphs import SITES, Site
 from .mha import functions as composite_functions
 from .sdpa import functions as sdpa_functions

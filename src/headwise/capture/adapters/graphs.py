@@ -29,9 +29,9 @@ from ..call import AttentionCall
 from ..head_axis import Leading
 from ..mask_import import Ranges, at_the_end
 from ..modules import Forward, as_written, attending
-from ..net import CaptureSession
 from ..parts import PendingCall
 from ..private_torch import in_backward, outside_graphs
+from ..session import CaptureSession
 from .sdpa import call_of
 from .transformers import projection_of
 

@@ -13,8 +13,8 @@ from ...core.call import Call
 from ..call import AttentionCall, OnePass
 from ..known import CHANGED, forget
 from ..mask_import import at_the_end
-from ..net import SILENCE, CaptureSession, RefcountedPatch
 from ..parts import PendingCall
+from ..session import SILENCE, CaptureSession, RefcountedPatch
 
 
 def own_calls(net: CaptureSession) -> AbstractContextManager[None]:

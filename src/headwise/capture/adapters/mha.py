@@ -24,7 +24,6 @@ from ...core.shapes import Extent, extent_of
 from ..call import AttentionCall
 from ..head_axis import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
-from ..net import CaptureSession, Interceptor
 from ..private_torch import arguments, parameters, without_dispatch
 from ..serve import (
     BYPASS,
@@ -36,6 +35,7 @@ from ..serve import (
     serve,
     watched,
 )
+from ..session import CaptureSession, Interceptor
 from .sdpa import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward

@@ -17,10 +17,10 @@ from ...core.shapes import Extent
 from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, resolve_padding
-from ..net import CaptureSession, Interceptor
 from ..parts import PendingCall
 from ..private_torch import LogSumExp, table_of
 from ..serve import BYPASS, AcceleratedCall, AttentionRequest, accelerators, note, serve, watched
+from ..session import CaptureSession, Interceptor
 
 
 def scaled_dot_product_attention(

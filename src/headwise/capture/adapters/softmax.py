@@ -27,9 +27,9 @@ from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import FORBIDDEN, as_bias, resolve_padding
 from ..modules import Forward
-from ..net import CaptureSession, Interceptor
 from ..parts import PendingCall
 from ..private_torch import version
+from ..session import CaptureSession, Interceptor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS = 64

@@ -41,10 +41,10 @@ from ...core.shapes import Extent, extent_of, no_autocast
 from ..call import AttentionCall
 from ..known import CHANGED, forget
 from ..mask_import import Result, as_mask, reach, resolve_padding, without_padding
-from ..net import SILENCE, CaptureSession, RefcountedPatch
 from ..private_torch import LogSumExp, replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
 from ..serve import SERVED, AcceleratedCall, accelerators, note
+from ..session import SILENCE, CaptureSession, RefcountedPatch
 from .flex import allowed_by
 from .sdpa import of_all_heads, with_lse
 

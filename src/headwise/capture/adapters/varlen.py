@@ -12,8 +12,8 @@ from ...core.mask_algebra import Mask
 from ...core.masks import Causal
 from ..call import AttentionCall
 from ..mask_import import Ranges
-from ..net import CaptureSession, Interceptor
 from ..private_torch import arguments
+from ..session import CaptureSession, Interceptor
 
 
 def functions() -> dict[Any, Interceptor]:
