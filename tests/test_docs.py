@@ -60,11 +60,10 @@ def test_the_first_command_is_real(
     assert (tmp_path / "headwise-look.html").is_file()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.md")],
-    ids=lambda page: page.name,
-)
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_column_of_a_table_is_named(page: Path) -> None:
     heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", page.read_text("utf-8"), re.M)
     assert [head for head in heads if re.search(r"\|\s*\|", head)] == []
@@ -76,3 +75,13 @@ def test_notebooks_are_kept_without_outputs() -> None:
     for file in files:
         cells = json.loads(file.read_text("utf-8"))["cells"]
         assert not any(cell.get("outputs") for cell in cells), file.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_are_inside_fences(page: Path) -> None:
+    fenced = False
+    for line in page.read_text("utf-8").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        assert fenced or not line.startswith(">>>"), line
+    assert not fenced

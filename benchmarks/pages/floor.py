@@ -208,7 +208,7 @@ class Trio:
     def told(self) -> str:
         rate, warmup = self.schedule
         return f"at {rate:g} " + (
-            f"after {warmup} steps of warm-up" if warmup else "from the start"
+            f"after {warmup} steps of warm-up" if warmup else "without warm-up"
         )
 
     @property
@@ -223,11 +223,11 @@ def _where_heads_fell(fell: list[Trio], unigram: float) -> str:
     said = []
     for trio in fell:
         words = f"""{trio.told.capitalize()}, {collapsed(trio.plain)} heads collapse with the plain
-            loss and {collapsed(trio.held)} with the floor; the floor changes the held-out loss of a
-            seed by {_range(trio.changes)}."""
+            loss and {collapsed(trio.held)} with the floor; the floor changes the held-out loss
+            by {_range(trio.changes)}, depending on the seed."""
         if min(map(loss, trio.plain + trio.held)) > unigram - 0.3:
-            words += f"""  Little is learned in either case: token frequencies alone have a loss of
-                {unigram:.3f}."""
+            words += f"""  Neither run learns much: predicting from token frequencies alone gives a
+                loss of {unigram:.3f}."""
         said.append(words)
     least_held = min(least(one) for trio in fell for one in trio.held)
     said.append(f"With the floor, no head of these runs ends below {least_held:.2f} nats.")

@@ -50,8 +50,9 @@ SNIPPET = """
 
 CLIPPING = """
     `MaxLogit(above=limit)` computes scores only for heads whose `scale · max ‖q‖ · max ‖k‖` is
-    above the limit, and always uses all queries. `γ = limit / S` multiplies weights and biases in
-    place, in every layout that `convert` supports and in multi-head latent attention. By default γ
+    above the limit, and always uses all queries. For a largest score S, `γ = limit / S` multiplies
+    weights and biases in place, in every layout that `convert` supports and in multi-head latent
+    attention. By default γ
     scales the queries, so other heads stay unchanged bit for bit; `rule="both"` scales queries and
     keys by √γ each. Weights in half precision need `optimizer=`. Layers with QK-norm raise
     `ValueError`. Under LoRA and DoRA, save the base model too. [The API](api/training.md) has the
@@ -135,7 +136,7 @@ def _page(run: dict[str, Any]) -> str:
         "# Logit growth",
         prose(
             """At a high learning rate, the scores of a head can grow without bound: its softmax
-            selects one key, the gradient vanishes, and the model only seems to learn slowly.
+            selects one key, the gradient vanishes, and the model learns slowly.
             `hw.qk_clip_` scales the query weights of heads whose largest score exceeds a limit,
             after the optimizer's step (Kimi K2 2025). [`hw.EntropyFloor`](entropy-floor.md) is a
             loss term that raises the entropy of collapsing heads (after Zhai et al. 2023)."""
