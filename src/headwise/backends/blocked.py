@@ -100,9 +100,9 @@ def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[
 def gradients_again(
     call: Call, grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return the required gradients in q, k, v and sinks, differentiable if grad mode is enabled.
+    """Return the required gradients of q, k, v and sinks, differentiable if grad mode is enabled.
 
-    Used in backward passes of kernels without second derivatives; `grads` are the gradients in
+    Used in backward passes of kernels without second derivatives; `grads` are the gradients of the
     output and LSE.
     """
     again = torch.is_grad_enabled()
@@ -125,7 +125,7 @@ def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definiti
 
 
 def statistics_again(call: Call, position: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Compute the native kernel's differentiable results by plain PyTorch operations.
+    """Compute the native kernel's differentiable results with plain PyTorch operations.
 
     These are output, LSE, entropy, E[j − position] and the masses on the first, previous and own
     key. They provide second derivatives, as the kernel's backward pass is not differentiable.

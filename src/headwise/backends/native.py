@@ -40,7 +40,7 @@ class Native(Backend):
 
     On CUDA PyTorch's fused kernel computes the output of a call without a mask, or with a square
     causal one, and a pass without values computes the statistics from its log-sum-exp: two
-    launches, and PyTorch's bits. With `own_output`, as when chosen by name, one launch of this
+    launches, bit-exact with PyTorch. With `own_output`, as when chosen by name, one launch of this
     kernel computes output and statistics together.
     """
 
@@ -141,7 +141,7 @@ class Native(Backend):
         return RowStatistics(out, lse, *whole[1:]), RowStatistics(None, *some)
 
     def _by_pytorch(self, call: Call) -> bool:
-        """Return True if PyTorch's fused kernel computes the output: on CUDA, if the mask fits."""
+        """Return True if PyTorch's fused kernel computes the output: on CUDA, for simple masks."""
         if self.own_output or not call.q.is_cuda or call.sinks is not None:
             return False
         if call.prepared is None:
@@ -216,7 +216,7 @@ def _unmasked(call: Call) -> bool:
 
 
 def slower(call: Call) -> bool:
-    """Return True if PyTorch's kernel is known to be faster: for float32 on CPUs without vectors.
+    """Return True if PyTorch's kernel is known to be faster: float32 on CPUs without vector code.
 
     There PyTorch took 0.63 to 0.96 of the native kernel's time in 6 of 7 calls. With AVX2, AVX-512
     or AMX, no class of calls was slower on every measured CPU.

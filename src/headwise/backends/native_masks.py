@@ -34,7 +34,7 @@ TABLE_LIMIT = 256 * 2**20
 """The largest size of a mask's tables, in bytes."""
 
 _FAR = 2**62
-"""Beyond any key; queries may be after all keys by more than the number of keys."""
+"""Beyond any key; a query may be past the last key by more than the number of keys."""
 
 _Part = tuple[Mask, Tensor | None, Extent]
 """A mask without `&` at its top, the queries of the whole call it applies to, and that call."""
@@ -65,7 +65,7 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
             causal, window = True, min(window or size, size)
         elif kind is ALiBi and flags:
             slopes.append(alibi_slopes(extent.heads, device))
-        elif isinstance(part, Padding) and kind is Padding:  # no query asks for more than these
+        elif isinstance(part, Padding) and kind is Padding:  # the same for all queries
             length = _per_query(part.lengths.to(device).view(-1, 1, 1, 1))
             right = part.side == "right"
             (highs if right else lows).append(length if right else of.keys - length)

@@ -1,4 +1,4 @@
-"""Watching models, and serving them: every head of any PyTorch model, while it runs."""
+"""Watch, edit, prune and accelerate the attention heads of any PyTorch model."""
 
 from .ablate import ablate
 from .accelerate import accelerate

@@ -22,7 +22,7 @@ from .reference import AblationReference, drawn, valid_queries
 How = Literal["zero", "mean", "resample"]
 
 Heads = HeadAddress | Iterable[HeadAddress] | Mapping[Any, Iterable[int] | Tensor]
-"""Addresses of heads, or the numbers of heads by layers."""
+"""Addresses of heads, or a dict from layers to the numbers of their heads."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def ablate(
 ) -> Iterator[None]:
     """Ablate heads in a `with` block: replace their outputs before the output projection.
 
-    The outputs of the other heads keep their bits; later layers see the changed hidden states.
+    The outputs of the other heads stay bit-identical; later layers see the changed hidden states.
     Gradients do not flow through ablated heads. With activation checkpointing, call `backward()`
     inside the `with` block too, because the model is then recomputed.
 
@@ -64,7 +64,7 @@ def ablate(
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
     >>> with ablate(layer, ["L0H0"]):
     ...     out = layer(x)
-    >>> _ = layer.out.weight.data[:, :8].zero_()  # what the output projection reads of head 0
+    >>> _ = layer.out.weight.data[:, :8].zero_()  # what the output projection reads from head 0
     >>> torch.allclose(out, layer(x))
     True
     """

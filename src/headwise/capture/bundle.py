@@ -1,4 +1,4 @@
-"""Observe small calls of equal form together, as one call with the heads of all.
+"""Observe small calls of equal form together, as one call that has all their heads.
 
 For a small call, the kernel takes less time than the Python code around it. If a call of the same
 form was observed before, its queries and keys are therefore copied, and observed together with
@@ -31,7 +31,7 @@ _OBSERVED: BoundedCache[Hashable, bool] = BoundedCache()
 
 
 class Bundles:
-    """Observe calls, small ones of equal form together."""
+    """Observe calls; small calls of equal form are observed together."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, Bundle] = {}

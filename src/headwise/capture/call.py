@@ -31,7 +31,7 @@ from .ranks import rank_of_all
 
 
 def seed_of_call(seed: int, number: int) -> int:
-    """Return the seed of a module's n-th call, from 0; neighbouring seeds share none."""
+    """Return the seed of a module's n-th call, from 0; nearby seeds have no call seed in common."""
     return seed + 1_000_003 * number
 
 
@@ -53,7 +53,7 @@ class ObserveOptions:
     padding: bool = True
 
     def of_call(self, number: int) -> ObserveOptions:
-        """Return the options for a module's n-th call, from 0, with an own seed on each rank.
+        """Return the options for a module's n-th call, from 0, with a separate seed on each rank.
 
         If the same queries were sampled at every call, all calls would share the sampling error.
         """
@@ -122,7 +122,7 @@ class AttentionCall:
         layer: the number of the module among those that attend.
         first_head: the number of the first head in a layer whose other heads are on other ranks.
         layer_heads: the number of heads of that layer on all ranks.
-        behind: the number of keys behind all others that have no position: the queries are before
+        behind: the number of keys without a position, after all others: the queries come before
             them, and no pattern of positions selects them.
         hidden: the reason why q and k are placeholders, if only the scores are known (the mask
             holds them).
@@ -193,7 +193,7 @@ class AttentionCall:
 
     @property
     def all_values(self) -> Float[Tensor, "B G S Dv"]:
-        """Return the values, also where no statistic reads them and `v` is a placeholder.
+        """Return the values, even if no statistic reads them and `v` is a placeholder.
 
         Raises:
             ValueError: they are not visible.

@@ -50,7 +50,7 @@ class Watched(HeadTable):
 
     Args:
         running: accumulate over calls (`Running`) instead of keeping each one.
-        why: returns the reason for errors if nothing was captured.
+        why: returns the reason, for error messages, if nothing was captured.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -107,7 +107,7 @@ class Watched(HeadTable):
         """Return the calls of one module, by its qualified name or the number of the layer.
 
         Raises:
-            KeyError: a name that is no watched module; the message lists those that are.
+            KeyError: a name that is not that of a watched module; the message lists those that are.
             ValueError: nothing was seen; the message says why.
         """
         self.must_not_be_empty()
@@ -144,7 +144,7 @@ class Watched(HeadTable):
 
         `layer` is the index of the module among all that attend, in the order of their first calls.
 
-        `queries` is the number of observed queries of `of_queries` in all, over calls and batch,
+        `queries` is the number of observed queries, out of `of_queries`, over calls and batch,
         padding included. Means are over calls, batch and valid queries; `max_logit` is the maximum
         (`max_logit_sampled` that of sampled queries, a lower bound); `<name>_coverage` is the share
         of queries that had a target; `<name>_se` is the standard error if queries were sampled at
@@ -154,7 +154,7 @@ class Watched(HeadTable):
         Args:
             texts: treat every batch row of every call as a separate text; `<name>_se` is then the
                 standard error of the mean over texts: with `n_u` valid queries of mean `m_u` in
-                text u of U, `√(U / (U − 1) · Σ n_u² (m_u − m)²) / Σ n_u`. For two texts or more.
+                text u of U, `√(U / (U − 1) · Σ n_u² (m_u − m)²) / Σ n_u`. Needs 2 or more texts.
 
         Raises:
             ValueError: nothing was captured, for the reason in the message; `texts` is neither True
@@ -166,7 +166,7 @@ class Watched(HeadTable):
         return [row for name, module in self._modules.items() for row in module.rows(figures[name])]
 
     def _figures(self, texts: bool = False) -> dict[str, dict[str, HeadSummary | None]]:
-        """Return each module's metrics in a number per head, those of all modules in one go."""
+        """Return each module's metrics as a number per head, computed for all modules at once."""
         if self._running:
             return {name: module.figures(texts) for name, module in self._modules.items()}
         found: dict[str, dict[str, HeadSummary | None]] = {name: {} for name in self._modules}
@@ -194,7 +194,7 @@ class Watched(HeadTable):
 
         >>> import headwise as hw
         >>> layer = hw.MultiHeadAttention(24, num_heads=3)
-        >>> with hw.watch(layer, hw.Entropy()) as seen:  # of one key: no bound
+        >>> with hw.watch(layer, hw.Entropy()) as seen:  # one key: the maximum is 0
         ...     out = layer(torch.randn(2, 1, 24))
         >>> seen.unavailable
         {'': {'entropy_share': 'heads 0, 1, 2: no query counts in its mean'}}
@@ -215,7 +215,7 @@ class Watched(HeadTable):
         return frame_of("seen", lambda: self.table(texts))
 
     def save(self, path: str | Path) -> None:
-        """Write the result to one safetensors file, for `Watched.load`; atomically.
+        """Write the result atomically to one safetensors file, for `Watched.load`.
 
         Raises:
             OSError: the folder does not exist, or the path is a folder.
@@ -269,7 +269,7 @@ class Watched(HeadTable):
         return seen
 
     def __add__(self, other: Watched) -> Watched:
-        """Return the union of two results; neither changes. Modules in both are joined by call.
+        """Return the union of two results; neither changes. Modules in both get the calls of both.
 
         Raises:
             ValueError: heads or statistics of a module differ, or only one result is running.
@@ -330,7 +330,7 @@ class WatchedModule:
         self.queries: tuple[int, int] | None = (0, 0)
         self._names: tuple[str, ...] = ()
         self.streams: dict[str, tuple[int, int]] = {}
-        self.lost = False  # whether calls had a graph, and their statistics were taken without
+        self.lost = False  # True if calls had a graph and their statistics have none
 
     def __repr__(self) -> str:
         calls = len(self.calls) if self.running is None else self.running.calls
@@ -519,7 +519,7 @@ def _state_of(reading: Reading) -> dict[str, Any]:
 
 
 def _reading_of(state: dict[str, Any]) -> Reading:
-    """Return a module from its `_state_of()`; older files lack some of it."""
+    """Return a reading from its `_state_of()`; older files lack some of it."""
     whole = state.get("whole")
     reading = Reading(**{name: value for name, value in state.items() if name != "whole"})
     return reading if whole is None else replace(reading, whole=Moments(**whole))

@@ -30,7 +30,7 @@ At = Literal["output", "query", "key", "value"]
 """The part of a head that is edited; queries and keys are edited after rotation."""
 
 Positions = int | Sequence[int] | Tensor | None
-"""Positions in a tensor's axis of tokens, negative ones from the end; `None` for all."""
+"""Positions along a tensor's token axis; negative ones count from the end; `None` for all."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EditedCall:
 
     @property
     def index(self) -> Tensor:
-        """The numbers as a tensor."""
+        """The indices of the heads as a tensor."""
         return torch.tensor(self.heads, device=self.call.q.device)
 
 
@@ -69,7 +69,7 @@ class Edit(ABC):
         """Return the heads' tensor after the edit, or a tensor that broadcasts to it."""
 
     def __call__(self, x: Float[Tensor, "B h N D"], place: EditedCall) -> Float[Tensor, "B h N D"]:
-        """Apply the edit at its positions; other positions keep their bits."""
+        """Apply the edit at its positions; other positions stay bit-identical."""
         new = self.change(x, place)
         try:
             new = new.to(x).expand(x.shape)
@@ -193,7 +193,7 @@ Edits = Edit | Knockout | Sequence[Edit | Knockout]
 
 @contextmanager
 def edit(model: nn.Module, edits: Mapping[HeadAddress | Layer, Edits]) -> Iterator[None]:
-    """Edit heads of a model in a `with` block; the outputs of other heads keep their bits.
+    """Edit heads of a model in a `with` block; other heads' outputs stay bit-identical.
 
     Edits of outputs change the input of the output projection. For edits of queries, keys and
     values, and for knockouts, the edited heads are recomputed without dropout; keys and values that
@@ -421,7 +421,7 @@ class _Without(Mask):
 
 
 def check_names(model: nn.Module, layers: Iterable[Layer], quoted: str) -> None:
-    """Raise ValueError for names and patterns that no module of the model has."""
+    """Raise ValueError for names and patterns that match no module of the model."""
     names = [as_written(name) for name, _ in model.named_modules()]
     patterns = [one for one in layers if isinstance(one, str)]
     unknown = [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]

@@ -1,4 +1,4 @@
-"""Effects of heads on a loss, by sample; joined tables of heads."""
+"""Effects of heads on a loss for each sample, and joining of tables of heads."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def concatenated(parts: Sequence[HeadEffects]) -> HeadEffects:
 def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:
     """Join tables of the same heads: rows with equal `module` and `head` are merged.
 
-    A head that a table lacks has none of its metrics. Objects with a `table()` method are accepted.
-    Rows without `module` are joined by `layer`, and the first table numbers the layers.
+    A head not in a table gets none of its metrics. Objects with a `table()` method are accepted.
+    Rows without `module` are joined by `layer`, and layers are numbered as in the first table.
 
     Raises:
         ValueError: two tables have different values of a metric for a head; or an argument is not a

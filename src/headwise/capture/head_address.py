@@ -46,7 +46,7 @@ def parse_layer(layer: object) -> Layer:
     """Return the number of a layer, or the given name or pattern of names.
 
     Raises:
-        ValueError: `layer` is neither a name nor a number from 0.
+        ValueError: `layer` is neither a name nor a non-negative integer.
 
     >>> parse_layer("L2"), parse_layer(2), parse_layer("layers.*.attn")
     (2, 2, 'layers.*.attn')

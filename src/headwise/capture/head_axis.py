@@ -1,8 +1,8 @@
 """The batch axes and head axes of a call's tensors.
 
-`[…, T, D]` may have any axes before its last two. Two axes are batch and heads, as documented by
+`[…, T, D]` may have any leading axes. If there are two, they are batch and heads, as documented by
 PyTorch, unless the running modules imply another order; more than two are resolved by the running
-modules. The result is verified by the use of the outputs (`parts`).
+modules. The result is verified from how the outputs are used (`parts`).
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ def _of_one_axis(
     heads = known.heads if known else number_of_heads(running[-1].module, *_holders(running))
     heads = heads or _projected(size * queries, width, read) or 1
     if known is None and alone and size * queries // heads not in positions:
-        heads = 1  # one by one
+        heads = 1  # heads are called one by one
     if size % heads or heads == 1:
         return Leading((size,), (0,), 1, alone)
     return Leading((size // heads, heads), (0, 1), heads, sure=True)
 
 
 def _projected(positions: int, width: int, read: set[tuple[int, int]]) -> int | None:
-    """Return the number of heads by the output width of a projection to values, or to values with
+    """Return the number of heads from the output width of a projection to values, or to values with
     keys or with queries and keys."""
     found = {
         positions // number
@@ -187,7 +187,7 @@ def _heads_first(
 def _places(
     sizes: tuple[int, ...], heads: int | None, shared: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """Return the head axes of three or more: those that share values after those of groups."""
+    """Return the head axes among three or more: those of groups, then those that share values."""
     axes = [axis for axis in range(1, len(sizes)) if sizes[axis] > 1]
     if heads == 1:
         return ()
@@ -226,7 +226,7 @@ class Composite:
 
     heads: the number of heads, for calls with batch and heads in one axis.
     own: True if queries and keys come from the same sequence; `None` if that is unknown.
-    behind: the number of keys behind the others without a position (`bias_k`, zeros).
+    behind: the number of keys without a position that follow the others (`bias_k`, zeros).
     projection: the weight of the output projection, `[O, H · Dv]`.
     """
 
@@ -255,10 +255,10 @@ def inside(of: Composite) -> Iterator[None]:
 
 
 def keys_behind(module: nn.Module) -> int:
-    """Return the number of keys without a position behind the others.
+    """Return the number of keys without a position that follow the others.
 
-    The composite function says so; of attention that a module writes out itself, the names that
-    `nn.MultiheadAttention` and fairseq give them do.
+    A composite function states it. If a module writes out its attention itself, the attributes
+    that `nn.MultiheadAttention` and fairseq use for such keys show it.
     """
     within = composite()
     if within is not None:

@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any], Tensor]
 def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffects:
     """Compute the sensitivity of the loss to each head, in one backward pass for each batch.
 
-    With a head's output o before the output projection, and `⟨o, ∂L/∂o⟩` summed over queries,
+    Let o be a head's output before the output projection, and `⟨o, ∂L/∂o⟩` be summed over queries,
     features and the calls of its module in a forward pass, for each sample:
 
     * `importance` is the mean over samples of `|⟨o, ∂L/∂o⟩|` (Michel et al. 2019, eq. 2): how fast

@@ -15,7 +15,7 @@ FORMAT = "headwise.seen"
 VERSION = 1
 
 LONGEST_HEADER = 100_000_000
-"""The maximal size of the header in bytes that safetensors reads."""
+"""The maximum size in bytes of a header that safetensors reads."""
 
 
 def write_tree(path: Path, content: Any) -> None:

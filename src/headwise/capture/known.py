@@ -47,7 +47,7 @@ class Known(NamedTuple):
 
 
 CHANGED = "it attends in another way than before; watch the model once more"
-"""The reason why a call is left out that is new for a known model."""
+"""The reason why a call that is new for a known model is left out."""
 
 _LIBRARIES = ("headwise.", "torch.", "transformers.")
 """Packages whose modules attend in the same way in every forward."""
@@ -120,8 +120,8 @@ def _implementations(modules: list[nn.Module]) -> list[object]:
 class _Started:
     """Report to each watch when modules of a class start and end.
 
-    The class's `__call__` is replaced meanwhile: hooks of a module's own would travel with copies,
-    and those of all modules cost each of them.
+    Meanwhile, the class's `__call__` is replaced: a module's own hooks would be copied with it,
+    and global hooks would slow down every module.
     """
 
     def __init__(self, kind: type[nn.Module]) -> None:
@@ -153,7 +153,7 @@ class _Started:
 
 
 class _Compiled(NamedTuple):
-    """A net whose model's compiled parts start and end: only who runs is noted."""
+    """A session of a model with compiled parts: only which modules run is recorded."""
 
     net: CaptureSession
 
@@ -165,7 +165,7 @@ class _Compiled(NamedTuple):
 
 
 class _Following(NamedTuple):
-    """A watch, the known facts on its model, and its reaction to a change of them."""
+    """A watch, the known facts about its model, and the function to call if they change."""
 
     net: CaptureSession
     about: Known
@@ -182,7 +182,7 @@ class _Following(NamedTuple):
     def leave(self, module: nn.Module, output: Any) -> None:
         if not self.net.in_full:
             self.net.names.leave(module, output=output)
-            if not self.net.attended <= self.about.attended:  # other modules, in another way
+            if not self.net.attended <= self.about.attended:  # other modules attended
                 forget(self.net.names.model)
 
 
@@ -192,9 +192,9 @@ _STARTED: dict[type[nn.Module], _Started] = {}
 
 @contextmanager
 def starting(net: CaptureSession, about: Known, changed: Callable[[], None]) -> Iterator[None]:
-    """Let a net know when its model's outermost modules start and end.
+    """Notify a session when its model's outermost modules start and end.
 
-    `changed` is called when one starts and the model is no longer as it was known.
+    `changed` is called when one starts and the model no longer matches its recorded form.
     """
     outermost = {id(net.names.model), *(module for module, _ in about.attended)}
     modules = [one for one in about.modules if id(one) in outermost]
@@ -204,7 +204,7 @@ def starting(net: CaptureSession, about: Known, changed: Callable[[], None]) -> 
 
 @contextmanager
 def starting_compiled(net: CaptureSession, parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a net know when its model and the compiled parts of it start and end."""
+    """Notify a session when its model and the model's compiled parts start and end."""
     modules = {id(one): one for one in (net.names.model, *parts)}
     with _started(list(modules.values()), _Compiled(net)):
         yield
@@ -212,7 +212,7 @@ def starting_compiled(net: CaptureSession, parts: Sequence[nn.Module]) -> Iterat
 
 @contextmanager
 def _started(modules: Sequence[nn.Module], following: _Compiled | _Following) -> Iterator[None]:
-    """Let somebody know while this lasts when modules start and end."""
+    """Notify `following` when modules start and end, while the context is active."""
     with _LOCK:
         for module in modules:
             kind = type(module)

@@ -1,14 +1,14 @@
 """Convert the mask tensors of models to masks of headwise.
 
 PyTorch models represent masks in many ways: booleans, zeros and minus infinity, or zeros and the
-smallest number of the dtype. Each tensor is analyzed once: it is `Everything()`, `Causal()`, a
+smallest number of the dtype. Each tensor is analyzed once: it becomes `Everything()`, `Causal()`, a
 range of keys for each query (which kernels support without a T×T table), or a table.
 
 Padding is detected here too. In self-attention a key that no query may attend to is padding, and so
 is the query at its position, which is excluded from all means.
 
 The host reads mask values only if it does not have to wait for them. On a GPU a table remains a
-table, with the range of keys that contains those of each query, and padded queries are computed on
+table, with the range of keys that contains those of each query, and padded queries are found on
 the GPU.
 """
 
@@ -32,7 +32,7 @@ from ..core.shapes import Extent
 from ..stats.view import attended_keys
 
 FORBIDDEN = -9e3
-"""In a mask of only zeros and such numbers, numbers up to this one mean "must not attend": −10,000
+"""In a mask of only zeros and numbers up to this one, the latter mean "must not attend": −10,000
 in BERT, −1e9, the smallest number of a dtype, −∞."""
 
 FORBIDDEN_BIAS = -1e8
@@ -131,7 +131,7 @@ class QueryMask(Mask):
 
 
 def _of_queries(table: Tensor, i: Tensor, extent: Extent) -> Tensor:
-    """`table[b, 0, i, 0]`, which broadcasts to the pairs of i with any keys."""
+    """Return `table[b, 0, i, 0]`, which broadcasts over the keys."""
     return lookup(table, i, torch.zeros(1, 1, dtype=torch.long, device=i.device), extent)
 
 
@@ -145,7 +145,7 @@ def as_mask(
             to `[B, H, T, S]`. `None` for everything.
         extent: the sizes of the call.
         causal: without a mask, query i sees the keys 0 … i, counted from the start of both.
-        wait: read values also if the host has to wait for them.
+        wait: read values even if the host has to wait for them.
 
     Returns:
         `Everything()`, `Causal()`, `Ranges` or `Dense`; `Added` for floats that are not only
@@ -301,7 +301,7 @@ def resolve_padding(
 ) -> tuple[Mask, int, int]:
     """Return a mask without padded queries, the number of valid keys, and the number `behind` them.
 
-    If the mask differs between queries, the call is self-attention. A static cache is empty behind
+    If the mask differs between queries, the call is self-attention. A static cache is empty after
     the last visible key. The last query is at the position of the last key, unless the mask shows
     that keys without a position follow the sequence.
 
@@ -310,7 +310,7 @@ def resolve_padding(
         extent: the sizes of the call.
         device: the device of its tensors.
         own: True if queries and keys belong to one sequence; `None` if only the mask can decide.
-        behind: the known number of keys behind those that have a position.
+        behind: the number of keys that are known to follow those that have a position.
     """
     if behind:
         extent = replace(extent, first_query=extent.offset - behind)
@@ -332,8 +332,8 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
 
     At this position each query sees its own key, unless no query sees it. It is the last position
     at which queries do not see later keys among their own; for a mask that is not causal, the end.
-    If this is self-attention for `sure`, it is the last position at which the visible own keys are
-    contiguous, before or behind padding. `None` if there is no such position.
+    If `sure` that it is self-attention, it is the last position at which the visible own keys are
+    contiguous, before or after padding. `None` if there is no such position.
     """
     end, queries = extent.offset, extent.queries
     if not end or not queries:
@@ -349,7 +349,7 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
     seen = _of_all_heads(allowed).expand(-1, len(some), extent.keys)
 
     def among(keys: Tensor, start: int, stop: int) -> Tensor:
-        """Count the True entries of `[B, S]` among such own keys, for each position."""
+        """Count the True entries of `[B, S]` at own keys `start` to `stop`, for each position."""
         sums = F.pad(keys.int().cumsum(1), (1, 0))
         return sums[:, stop : stop + end + 1] - sums[:, start : start + end + 1]
 
@@ -398,7 +398,7 @@ def at_the_end(mask: Mask, extent: Extent) -> bool:
     """Return True if the queries are at the end of the keys, by sizes and mask.
 
     They are if there are as many keys as queries; with more keys, if the mask differs between
-    queries, as a mask for the keys of another sequence does not.
+    queries, which a mask for the keys of another sequence does not.
     """
     if extent.offset <= 0 or isinstance(mask, Everything | Causal):
         return not extent.offset or isinstance(mask, Causal)

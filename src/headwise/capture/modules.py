@@ -1,4 +1,4 @@
-"""Owners of a call: the qualified names of the running modules."""
+"""Track the running modules of a model, and name the one that a call belongs to."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Forward:
 
     waiting: its calls that are still pending.
     read: the number of positions and the output width of every projection in it.
-    lost: the shapes of its softmaxes that were not multiplied with values so far, by mark.
-    other: other possible attention in it, as clauses, and True for each that is likely.
+    lost: the shapes of its softmaxes that have not been multiplied by values yet, by mark.
+    other: descriptions of other possible attention in it, each True if it is likely.
     emitted: True if attention in it was emitted or left out.
     reason: the reason why some of it was left out.
     """
@@ -67,19 +67,19 @@ class Forward:
 
     @property
     def leaf(self) -> bool:
-        """True if the module has no submodules: the module around it then acts for it."""
+        """True if the module has no submodules: the enclosing module then acts for it."""
         return not has_parts(self.module)
 
 
 @outside_graphs
 def called_in_a_graph() -> None:
-    """End the graph that calls a module; the compiler's error for a full graph has this name."""
+    """Break the graph that calls a module; the compiler's `fullgraph` error has this name."""
 
 
 class Names:
     """The running modules of a model, innermost last.
 
-    They are followed by global hooks, so that nothing is attached to the model: hooks of a module
+    They are tracked with global hooks, so that nothing is attached to the model: hooks of a module
     would disable PyTorch's fused encoder layers and be copied with it. `begin` is called whenever
     the outermost module starts, `end` with every forward that has ended and its output. `watching`
     returns True in another thread that works for this one. Otherwise, a model that `moves` is
@@ -122,7 +122,7 @@ class Names:
 
     @property
     def away(self) -> bool:
-        """True in another thread than the one that began to follow."""
+        """True in a thread other than the one that began to follow the model."""
         return threading.get_ident() != self.home
 
     @property
@@ -136,7 +136,7 @@ class Names:
         return self.crosses_in(self.stack[-1].module)
 
     def crosses_in(self, module: nn.Module) -> bool:
-        """Return True if the name of a module, or else of the running one, is cross-attention's."""
+        """Return True if a module's name, or else the running one's, indicates cross-attention."""
         name = self.names.get(id(module))
         return _CROSS.search(self.current if name is None else name) is not None
 
@@ -228,7 +228,7 @@ class Names:
             self._busy = bool(self.stack)
 
     def _here(self) -> bool:
-        """Return True in a watched thread, to which a model may move that runs in no other."""
+        """Return True in a watched thread; a model that runs in no other thread may move here."""
         here = threading.get_ident()
         if self.stack and here in self._threads:
             return True
@@ -312,7 +312,7 @@ def attending(model: nn.Module) -> list[str]:
 
 
 _AROUND = ("Output", "Norm", "Block", "Model", "Mask", "Bias")
-"""Endings of the names of classes around attention that do not attend themselves."""
+"""Suffixes of the names of classes that contain attention but do not attend themselves."""
 
 
 def chosen(modules: Modules) -> Callable[[str, int | None], bool]:
@@ -378,7 +378,7 @@ def check_model(function: str, model: object) -> str:
     """Return the quoted call of `function` for errors: `watch(GPT, …)`.
 
     Raises:
-        ValueError: what is given as the model is no module.
+        ValueError: `model` is not an `nn.Module`.
     """
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", type(model).__name__)

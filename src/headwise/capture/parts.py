@@ -2,7 +2,7 @@
 
 A product of probabilities with values may cover only some queries of a module, a block of its
 sequence, or some of its keys. A call is complete if the outputs of all heads, side by side, are
-the input of the next projection or the output of the module, position for position. Until this is
+the input of the next projection or the output of the module, position by position. Until this is
 known, the call is pending. A call that covers only a part is left out, with the reason.
 """
 
@@ -26,7 +26,7 @@ class PendingCall:
 
     Args:
         name: the qualified name of its module.
-        quote: the quotation of the call in reasons.
+        quote: the text that stands for the call in reasons.
         out: the heads' outputs `[B, H, T, Dv]` that the model continues with.
         shape: the shape of the product itself.
         keys: the number of keys that count.
@@ -207,7 +207,7 @@ def at_end(
 
     Args:
         output: the module's output.
-        lost: the shapes of the softmaxes in it that were not seen to be multiplied with values.
+        lost: the shapes of the softmaxes in it that were not seen to be multiplied by values.
         before: the reason why another of its calls is left out.
     """
     weights = {(w.queries, w.keys) for w in waiting}
@@ -238,7 +238,7 @@ def at_end(
     rest = [w for w in rest if w not in pending]
     found += [_of_others(w, rest, _axes(x)[0], len(lost)) for w in rest]
     before = next((one.reason for one in found if one.reason), before)
-    if before:  # what is left of a module is not all of it
+    if before:  # the remaining calls are not all of the module's
         reason = f"stands beside another, of which not all could be seen: {before}"
         found = [one if one.reason else _left(one.call, reason) for one in found]
     return found, pending
@@ -278,7 +278,7 @@ def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list
     found = []
     for w in whole:
         number = sizes.count((w.rows, w.heads, w.queries)) if w.by_hand else 1
-        one_by_one = w.heads == 1 and w.queries == w.keys  # heads, each of which sees all
+        one_by_one = w.heads == 1 and w.queries == w.keys  # single heads, each over all keys
         others = sum(prod(shape[:-1]) == w.heads * w.seen for shape in lost if w.heads > 1)
         if number > 1 and not one_by_one:
             reason = (
@@ -295,7 +295,7 @@ def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list
 
 
 def _chunks(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
-    """Resolve several calls, each with some of the queries; return [] if they are not."""
+    """Resolve several calls, each with some of the queries; return [] for other calls."""
     if len(waiting) < 2 or len({(w.rows, w.heads, w.width) for w in waiting}) > 1:
         return []
     rows, queries = waiting[0].rows, sum(w.queries for w in waiting)
@@ -314,7 +314,7 @@ def _chunks(waiting: Sequence[PendingCall], x: Tensor) -> list[ResolvedCall]:
 def _of_others(
     w: PendingCall, rest: Sequence[PendingCall], axes: tuple[int, ...], lost: int
 ) -> ResolvedCall:
-    """Resolve a call whose module returns other positions than its queries."""
+    """Resolve a call whose module returns positions other than those of its queries."""
     queries, seen = prod(axes), sum(other.seen for other in rest)
     one_for_each = len(axes) == 1  # one vector for each row, of all its positions
     if w.rows not in (axes if one_for_each else accumulate(axes[:-1], mul, initial=1)):

@@ -32,8 +32,8 @@ _SHARED = "num_key_value_groups n_rep".split()
 _WIDTHS = "all_head_size inner_dim split_size attn_dim q_size embed_dim".split()
 _KV_WIDTHS = "inner_kv_dim kv_dim kv_size".split()
 _HEAD_WIDTHS = "head_dim attention_head_size dim_head head_size key_value_proj_dim".split()
-"""Names in modules of the numbers of heads, of key/value heads and of heads that share one, and of
-the widths of all heads, of all key/value heads and of one head."""
+"""Module attributes for the numbers of heads, key/value heads, and heads per key/value head, and
+for the widths of all heads, all key/value heads, and one head."""
 
 _OF_HEADS = re.compile(
     r"(^|\.)(sinks|relative_attention_bias\.weight|relative_position_bias_table)$"
@@ -45,13 +45,13 @@ _OF_HEADS = re.compile(
 def prune_(model: nn.Module, heads: Heads) -> dict[str, int]:
     """Remove heads from a model: their rows of q, k and v, and their columns of the output.
 
-    The pruned model computes the same as under `ablate(model, heads)`, with fewer weights and less
+    The pruned model gives the same outputs as `ablate(model, heads)`, with fewer weights and less
     work. Parameters are replaced, so create the optimizer afterwards. The remaining heads are
     renumbered from 0. Layers of `nn.MultiheadAttention`, which cannot have fewer heads, are
     replaced by headwise's (`hw.replace_attention_`).
 
     If several heads share a key and a value (grouped heads), remove all heads of a group, or the
-    same number of each group.
+    same number from each group.
 
     For models of transformers, the config gets the new sizes if it can express them (Llama's
     `num_attention_heads` with `head_dim`, the same in every layer), and `save_pretrained` and
@@ -248,7 +248,7 @@ class _PrunedAttention:
             return
 
     def apply(self, owner: nn.Module) -> None:
-        """Replace the parameters of a module and its attributes for sizes."""
+        """Replace the parameters of a module and its size attributes."""
         sizes, heads, groups = self.sizes[0], len(self.left), len(self.groups)
         changes = [
             (_WIDTHS, sizes.num_heads * sizes.head_dim, heads * sizes.head_dim),
@@ -412,7 +412,7 @@ def _check_together(
 
 
 def _config_after(model: nn.Module, chosen: list[_PrunedAttention]) -> Any:
-    """Return a config by which transformers builds the pruned model; None if none does."""
+    """Return a config from which transformers builds the pruned model; None if there is none."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict") or not hasattr(model, "save_pretrained") or not chosen:
         return None

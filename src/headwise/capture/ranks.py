@@ -34,8 +34,8 @@ def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
     """Return the index of a call's first head in its layer, and the layer's number of heads.
 
     `None` if the call has all heads. If the rows of a module's weights are sharded over ranks, and
-    its number of heads is that of the call times the ranks, the call has the heads of this rank:
-    transformers with a `tp_plan`, PyTorch's `ColwiseParallel`.
+    its number of heads is that of the call times the ranks, the call has the heads of this rank, as
+    with a `tp_plan` in transformers or with PyTorch's `ColwiseParallel`.
     """
     every = number_of_heads(module)
     if every is None or every == heads:
@@ -50,7 +50,7 @@ def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
 
 
 def _rank_of_rows(weight: Any) -> tuple[int, int]:
-    """Return the part of the rows on this rank, and the number of parts."""
+    """Return the index of this rank's part of the rows, and the number of parts."""
     rank, ranks = 0, 1
     for axis, place in enumerate(weight.placements):
         if place.is_shard(0):

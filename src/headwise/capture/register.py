@@ -1,6 +1,6 @@
 """`attn_implementation="headwise"`: transformers' attention on headwise's kernels.
 
-`register()` imports transformers; nothing is registered before. Masks are those of `sdpa`, so that
+Only `register()` imports transformers and registers anything. Masks are those of `sdpa`, so that
 calls that the kernel does not support can run there. Models that support neither `sdpa` nor a flash
 or flex kernel compute attention in their own way; these run on their own `eager` function.
 """
@@ -56,7 +56,7 @@ def served_call(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> AcceleratedCall | str:
-    """Return an accelerated call of the interface, with the meaning that `sdpa` gives it and with
+    """Return an accelerated call of the interface, with arguments read as by `sdpa`, plus
     softcap and sinks; or the reason why it is not accelerated."""
     if options.get("cache") is not None:
         return "a paged cache"
@@ -67,7 +67,7 @@ def served_call(
     queries = query.shape[2]
     bias = options.get("position_bias")
     causal = causal_by(module, options) and mask is None and queries > 1
-    if causal and key.shape[2] > queries:  # a static cache is empty behind a first text
+    if causal and key.shape[2] > queries:  # a static cache is empty after the first prompt
         key, value = key[:, :, :queries], value[:, :, :queries]
         bias = None if bias is None else bias[..., :queries]
     q, k, v = query, key, value
@@ -99,12 +99,12 @@ def served_call(
 
 
 def special(options: dict[str, Any]) -> bool:
-    """Return True if a call has what `sdpa` does not compute."""
+    """Return True if a call has options that `sdpa` does not support."""
     return options.get("softcap") is not None or options.get("s_aux") is not None
 
 
 def causal_by(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Return True if a call's options, or else its module, say that queries look back only."""
+    """Return True if a call's options, or else its module, say that it is causal."""
     causal = options.get("is_causal")
     return getattr(module, "is_causal", True) if causal is None else bool(causal)
 
@@ -122,7 +122,7 @@ _TEXTBOOK: dict[type[nn.Module], bool] = {}
 
 
 def textbook(attention: type[nn.Module], kernels_only: bool) -> bool:
-    """Return True if a class of modules attends as kernels do: the models of its file declare it,
+    """Return True if a module class attends as kernels do: the models in its file declare support,
     or it passes a softcap or sinks, which only kernels read."""
     if attention not in _TEXTBOOK:
         _TEXTBOOK[attention] = _supported(attention)
@@ -169,13 +169,13 @@ def _eager(
 
 
 class _Meanings(MaskMemo):
-    """A cache of converted masks for as long as these exist: one is shared by all layers."""
+    """A cache of converted masks, each kept while its tensor exists; all layers share a mask."""
 
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
     def of(self, given: Tensor, key: object, find: Any, reads: Any = ()) -> Any:
-        """Cache `find()` for this tensor and its numbers."""
+        """Return `find()`, cached for this tensor and its current values."""
         copy, results = self._of.get(given, (None, {}))
         if copy is None or not copy.same(given):
             copy, results = Copy(given), {}
@@ -192,10 +192,10 @@ _MEANINGS = _Meanings()
 
 
 def register() -> None:
-    """Register `attn_implementation="headwise"` with transformers, which is imported for it.
+    """Import transformers, and register `attn_implementation="headwise"` with it.
 
     Calls that the kernel does not run go to transformers' own `sdpa`; calls with softcap or sinks,
-    which that cannot compute, to the backend that `attend()` takes. `accelerate(model)` around such
+    which `sdpa` cannot compute, to the backend of `attend()`. `accelerate(model)` around such
     a model reports which calls ran where.
 
     Raises:

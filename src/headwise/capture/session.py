@@ -41,14 +41,14 @@ class Depth(threading.local):
 
 
 SILENCE = Depth()
-"""Inside it nothing is captured, because it is part of a call that is already captured."""
+"""Inside this, nothing is captured: the code is part of a call that is already captured."""
 
 
 class CaptureSession:
     """The running modules, their captured calls, and the state between the steps of one call.
 
-    `interceptors` handle the functions that attend, or that are a step of it; those in `always` are
-    handled also while no module runs. `begin` and `elsewhere` are those of `catch()`. `noticed`
+    `interceptors` handle functions that attend or are a step of attention; those in `always` are
+    handled even while no module runs. `begin` and `elsewhere` are those of `catch()`. `noticed`
     lists the module of every call of a forward that was captured or left out, in order; `complete`
     is True for modules that reported all of their captured calls themselves. If a model is `known`
     to attend only in such modules, no others are followed. `attended` has the outermost module of
@@ -147,7 +147,7 @@ class CaptureSession:
     def _name_unseen(self, forward: Forward, outer: Forward | None) -> None:
         """Leave out modules that seem to attend in a way that was not captured.
 
-        Evidence is a softmax over as many keys as queries without a product; and, if nothing was
+        Evidence is a softmax over as many keys as queries that no product uses; and, if nothing was
         captured in the module, a softmax written by hand. In modules named attention, the sizes do
         not matter. The results of a module without submodules may be used by the one around it.
         """
@@ -157,7 +157,7 @@ class CaptureSession:
         passed = set(self.unfollowed)
         if outer is not None and forward.leaf and not alone:
             outer.other |= {reason: False for reason, likely in forward.other.items() if not likely}
-            passed |= {found.mark for found in self.softmaxes.values()}  # not gone yet
+            passed |= {found.mark for found in self.softmaxes.values()}  # still in use
         lost = {mark: x for mark, x in forward.lost.items() if mark not in passed}
         lost = {mark: x for mark, x in lost.items() if alone or x[-1] == x[-2] > 1}
         other = {} if forward.emitted else forward.other
@@ -171,7 +171,7 @@ class CaptureSession:
             self.unfollowed |= dict.fromkeys(lost, (self.names.name(forward), reason))
 
     def followed(self, mark: object) -> None:
-        """Note that the softmax with this mark was multiplied with values."""
+        """Note that the softmax with this mark was multiplied by values."""
         for forward in self.names.stack:
             forward.lost.pop(mark, None)
         name, reason = self.unfollowed.pop(mark, ("", ""))
@@ -233,11 +233,11 @@ class CaptureSession:
     ) -> Tensor | None:
         """Pass a call to the listener; return the replacement of its output, if any.
 
-        A call that may be a part is `waiting` until it is resolved, in the forward `among` (by
+        A call that may be incomplete is `waiting` until it is resolved, in the forward `among` (by
         default the innermost). `module` is the module that reported the call without a hook.
         """
         if not self.names.stack:  # without hooks: a part of the model is called alone
-            if module is None or in_backward():  # or of one that ran before
+            if module is None or in_backward():  # or recomputed for an earlier call
                 return None
             with self.names.alone(module):
                 return self.emit(call, waiting, among, module)
@@ -302,7 +302,7 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Enable the mode, whatever modes are entered after this one and outlast it."""
+        """Enable the mode; modes that are entered after it may outlast it."""
         push_mode(self)
         try:
             yield

@@ -1,7 +1,7 @@
 """Check the code of an attention layer and report its mistakes.
 
-`check` makes a `Target` of its argument, probes its behavior, compares it with the definition and
-collects the findings in a `Verdict`. It tests the inputs that the call names, and requests a call
+`check` wraps its argument in a `Target`, probes its behavior, compares it with the definition and
+collects the findings in a `Verdict`. It tests the inputs that the call takes, and asks for a call
 instead of guessing one.
 """
 
@@ -58,7 +58,7 @@ def check(
         not changed and get no gradients.
 
     Raises:
-        ValueError: an argument or a call is required that cannot be guessed.
+        ValueError: a required argument or call cannot be guessed.
 
     >>> import headwise as hw
     >>> verdict = hw.check(hw.MultiHeadAttention(24, num_heads=3))

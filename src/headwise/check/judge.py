@@ -147,7 +147,7 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
 
 
 ELSEWHERE = ("mask", "padding", "cross", "registered")
-"""Rules whose mistakes the definition does not cover: if one fails, pairs are not searched."""
+"""Rules whose mistakes the definition does not cover: if one fails, no pairs are tried."""
 OF_ATTENTION = ("equal-tokens", "one-token", "order")
 """Rules that hold for attention but perhaps not for similar layers."""
 NO_TOKENS = re.compile(r"mem(_|or)|null|persist|sink|prefix|bias_[kv]")
@@ -155,8 +155,8 @@ NO_TOKENS = re.compile(r"mem(_|or)|null|persist|sink|prefix|bias_[kv]")
 
 
 def _grounded(one: Finding, target: Target) -> Finding:
-    """Return the finding, as an error only if the layer is known to be attention: without reading
-    its weights, it may be another kind of attention."""
+    """Return the finding, as an error only if the layer is known to be standard attention: if its
+    weights could not be read, it may be another kind of attention."""
     if one.severity != "error" or one.rule not in OF_ATTENTION:
         return one
     code = class_sources(target.layer)

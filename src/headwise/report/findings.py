@@ -36,8 +36,8 @@ def labeled_heads(rows: Sequence[Row], rules: Sequence[Row]) -> dict[str, list[i
 
 
 def opening_head(rows: Sequence[Row], rules: Sequence[Row]) -> int:
-    """Return the row of the head to begin with: of the first label whose surest head is far past
-    the threshold, otherwise the surest of all; if no head has a label, the most important one.
+    """Return the row of the head to show first: the strongest head of the first label for which
+    it is far past the threshold, else the strongest of all; without labels, the most important.
 
     >>> def row(label, score):
     ...     return {"labels": [{"label": label, "score": score, "threshold": 0.5}]}
@@ -58,7 +58,7 @@ def opening_head(rows: Sequence[Row], rules: Sequence[Row]) -> int:
 
 
 def _most_important(rows: Sequence[Row]) -> tuple[str, int]:
-    """Return the first metric of importance that is there, and its largest row; or `""` and 0."""
+    """Return the first available importance metric and the row where it is largest; or `""`, 0."""
     for metric in EFFECTS:
         known = {
             n: row[metric]

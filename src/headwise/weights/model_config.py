@@ -29,13 +29,13 @@ _SHARE_OF = {
     "phi": 0.5,
     "stablelm": 0.25,
 }
-"""The rotated share of a head by model type, if the config does not contain it."""
+"""The fraction of a head that is rotated, by model type, if the config does not state it."""
 
 _NEIGHBOURS = (
     "blt cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4v glm_ocr "
     "helium llama4 llama4_text moonshine moonshine_streaming"
 ).split()
-"""Model types of transformers with Llama's names that rotate neighboring features."""
+"""Model types in transformers that use Llama's names but rotate pairs of adjacent features."""
 
 
 _OTHER_NORMS = {
@@ -46,7 +46,7 @@ _OTHER_NORMS = {
     "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     WITHOUT_WEIGHTS: "llama4 llama4_text nanochat",
 }
-"""Model types of transformers whose norms of q and k differ from those of Qwen 3."""
+"""Model types in transformers whose norms of q and k differ from those of Qwen 3."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class ModelConfig:
 
     Attributes:
         num_heads, num_kv_heads: head counts.
-        layout: the layout of the weights, if another one has the same names and shapes.
-        rotary_dim: the number of features of each head that move between orders of rotation.
-        rotary_shares: alternatively the shares of these features; several if layers differ.
+        layout: the layout of the weights, if names and shapes alone do not determine it.
+        rotary_dim: the number of features per head to permute between the two rotary orders.
+        rotary_shares: instead, these features as fractions of a head; several if layers differ.
         qk_norm_eps: the eps of norms of queries and keys.
-        other_norms: a description of norms that are not RMS norms times the weight.
+        other_norms: how the norms differ, if they are not RMS norms multiplied by the weight.
         parts: the options of parts of the model, by a word in the names of their layers.
     """
 
@@ -127,7 +127,7 @@ class ModelConfig:
 
 
 def _shares(config: Mapping[str, Any], kind: object) -> frozenset[float]:
-    """Return the rotated shares of a head in all layers, from a config or its model type."""
+    """Return the rotated fractions of a head in all layers, from a config or its model type."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     scaling = scaling if isinstance(scaling, Mapping) else {}
     each = [one for one in scaling.values() if isinstance(one, Mapping)] or [scaling]

@@ -2,7 +2,7 @@
 
 If all attention of a model is compiled, graphs with an operator after each attention call are used
 while the model is watched (`graphs`). Compiled parts run in eager mode if a graph attends in
-another way, if parts attend outside graphs, or if the listener replaces outputs.
+an unsupported way, if parts attend outside graphs, or if the listener replaces outputs.
 
 If a model is not captured in graphs, compiled functions that it calls, or that call it, are refused
 by name, because running them in eager mode may be impractical (`flex_attention` builds a T×T
@@ -85,7 +85,7 @@ def _cannot(function: str) -> str:
 
 
 def refuse_compiled(function: str, model: nn.Module) -> None:
-    """Raise ValueError if the model or a part of it is compiled, and would run so."""
+    """Raise ValueError if the model or a part of it is compiled, and would run compiled."""
     eager = forced_eager()
     for name, module in model.named_modules():
         how = compiled(module)
@@ -159,7 +159,7 @@ _NAMES = ("__name__", "compiler_name")
 """Attributes of a backend that the compiler reads; a property would itself be compiled."""
 
 _BACKENDS: list[_Backend] = []
-"""The compiler keeps no reference to those of the graphs that it keeps."""
+"""Kept alive here, because the compiler keeps graphs but no references to their backends."""
 
 
 def _backend_for(models: Sequence[nn.Module], backend: Any) -> _Backend:
@@ -179,7 +179,7 @@ def _capturing(callback: Any, listening: Sequence[Listening], caller: FrameType)
     def capture(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if forced_eager() or not all(one in LISTENING for one in listening):
             return not_compiled()
-        root = frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))  # mostly self
+        root = frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))  # usually self
         if not isinstance(root, nn.Module):
             running = [net.names.stack[-1].module for net in nets if net.names.inside]
             root = uncompiled_module(running[-1]) if running else None
@@ -306,7 +306,7 @@ def _refusing(callback: Any) -> Any:
             raise _refused(net, frame.f_code)
         try:
             return callback(frame, *args, **kwargs)
-        except Exception as error:  # from a graph that must not end
+        except Exception as error:  # from a graph that must not break
             net = next(_out_here(), None)
             if net is None or called_in_a_graph.__name__ not in str(error):
                 raise

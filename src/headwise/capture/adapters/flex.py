@@ -56,8 +56,8 @@ def _replace() -> Callable[[], None]:
 _FLEX = RefcountedPatch(_replace)
 
 
-# It has the parameters of the function whose code it replaces, because the defaults remain there.
-# It runs with the globals of PyTorch's module, so it finds its own names here.
+# It has the parameters of the function whose code it replaces, because that keeps its defaults.
+# It runs with the globals of PyTorch's module, so it has to import this module's functions.
 _CODE = (
     lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
         __import__(
@@ -90,7 +90,7 @@ def _alone(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the original code without capturing modes, and return the processed result.
+    """Run the original code with the capturing modes removed, and return the processed result.
 
     If the caller compiles, only the original code is compiled.
     """

@@ -1,7 +1,7 @@
 """Find the attention calls in a graph of `torch.compile`, and insert the operator after each.
 
 A graph is replayed like a forward pass of the model, with the start and end of modules, projections
-and attention calls. The values of nodes are known only by their shapes, but outputs of calls get
+and attention calls. Only the shapes of the nodes' values are known, but the outputs of calls get
 distinct numbers, which show where each of them goes. So the rules for eager calls (`head_axis`,
 `parts`) apply here too.
 """
@@ -41,7 +41,7 @@ def instrument(
 ) -> tuple[list[Site], bool]:
     """Insert the operator after each attention call of a graph.
 
-    Return the sites, and True if there is any attention, also outside the models' modules.
+    Return the sites, and True if there is any attention, including outside the models' modules.
 
     Args:
         graph: the graph recorded by `torch.compile`.
@@ -50,7 +50,7 @@ def instrument(
         declared: the user's `heads=` for a module, by its name.
 
     Raises:
-        CannotCapture: the graph attends in other ways, or in one that cannot be read.
+        CannotCapture: the graph has attention of another kind, or a call that cannot be read.
     """
     try:
         return _instrument(graph, models, root, declared)
@@ -103,7 +103,7 @@ _CHOOSING += ("topk", "argmax", "sort", "max", "gather", "multinomial")
 _VIEWS = ("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "clone")
 _VIEWS += ("movedim", "squeeze", "unsqueeze", "swapaxes")
 _TORCH_VIEWS = tuple(vars(torch)[name] for name in _VIEWS if name in vars(torch))
-"""Functions and, by their names, methods of tensors."""
+"""Functions, and the names of tensor methods."""
 
 
 def _weighs(softmax: fx.Node) -> bool:
@@ -120,9 +120,9 @@ def _weighs(softmax: fx.Node) -> bool:
 
 
 class _Replay:
-    """Goes over a graph as over the model: modules start and end, projections read, calls attend.
+    """Walks through a graph as if the model ran: its modules, projections and attention calls.
 
-    What a node gives is known by its shape, and what becomes of a call's output by its numbers.
+    Only the shape of a node's value is known; a call's output is tracked by its distinct numbers.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class _Replay:
         return given
 
     def _weight_of(self, name: str, graph: fx.Graph) -> fx.Node | None:
-        """Return the node of a parameter of a module, or of the nearest one around it."""
+        """Return the node of a parameter of a module, or of the nearest enclosing module."""
         best, most = None, -1
         for node, (_, holder) in self.weights.items():
             inside = not name or holder == name or holder.startswith(f"{name}.")
@@ -343,7 +343,7 @@ def _bodies(
         yield body, given
 
 
-# ── what nodes give ─────────────────────────────────────────────────────────────────────────────
+# ── values of nodes ─────────────────────────────────────────────────────────────────────────────
 
 
 def _like(node: fx.Node) -> Tensor:
@@ -359,7 +359,7 @@ def _sizes(sizes: Sequence[Any]) -> list[int]:
 
 
 def _stand_in(node: fx.Node) -> Any:
-    """Return zeros like the value of a node, without memory; values other than tensors as is."""
+    """Return zeros like a node's value, without allocating memory; non-tensors unchanged."""
     return map_aggregate(node.meta.get("example_value"), _zeros)
 
 
@@ -375,19 +375,19 @@ _MOST = 2**24
 
 
 def _numbers(like: Tensor) -> Tensor:
-    """Return a tensor of this shape in which all numbers differ, if they are not too many."""
+    """Return a tensor of this shape in which all numbers differ, unless there are too many."""
     if like.numel() > _MOST:
         return like
     return torch.arange(like.numel(), dtype=torch.float32).view(like.shape)
 
 
 def _mapped(given: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Return arguments with the values of their nodes."""
+    """Return arguments with their nodes replaced by values."""
     return map_arg(given, lambda node: values[node] if node in values else _stand_in(node))
 
 
 def _moved(node: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the value of a node that only moves numbers; None for other nodes."""
+    """Return the value of a node that only rearranges elements; None for other nodes."""
     source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
     if not isinstance(source, Tensor) or not any(source.stride()):
         return None
@@ -404,7 +404,7 @@ def _size(given: Any) -> Any:
     return hint_of(given) if isinstance(given, torch.SymInt) else given
 
 
-# ── putting the operator in ─────────────────────────────────────────────────────────────────────
+# ── inserting the operator ──────────────────────────────────────────────────────────────────────
 
 
 def _order(graph: fx.GraphModule) -> fx.Node:

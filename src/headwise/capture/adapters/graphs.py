@@ -5,7 +5,7 @@ While a compiled model is watched, its graphs are compiled a second time, with t
 the session. The compiler keeps both kinds of graphs and selects one by its backend: a model is
 compiled once for watching, switching on and off compiles nothing, and the graph without the
 operator does not change. The operator reads only arguments and results of the attention function,
-so outputs and gradients keep their bits.
+so outputs and gradients stay bit-identical.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Listening:
         if known is None or _at(self._modules[known], parameter) != at:
             if (forward, at) in self._others:
                 return None
-            self._weights = {  # once for most; sharded ones move about
+            self._weights = {  # once for most models; shards may move
                 _at(module, own): name
                 for name, module in self._modules.items()
                 for own in module._parameters
@@ -199,7 +199,7 @@ def _moved(module: str, holder: str, other: str) -> str:
 
 
 LISTENING: list[Listening] = []
-"""The active ones, outermost first."""
+"""The active listeners, outermost first."""
 
 _SHARED = (
     "modules of its kind may share its compiled graph, and it has no parameter in it or around it "
@@ -214,7 +214,7 @@ _MISSING = (
 
 
 def uncompiled_module(module: nn.Module) -> nn.Module:
-    """Return the module inside what `torch.compile(module)` returns; any other one as it is."""
+    """Return the module inside what `torch.compile(module)` returns; other modules unchanged."""
     while isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
         module = inner
     return module
@@ -256,7 +256,7 @@ def _own_call(net: CaptureSession, site: Site, given: OperatorArgs) -> Attention
 
 
 def _mask_of(terms: Terms) -> Mask:
-    """Return a mask of the same meaning as the kernel's terms."""
+    """Return a mask with the same meaning as the kernel's terms."""
     mask: Mask = Everything()
     if terms.causal:
         mask = Window(terms.window) if terms.window else Causal()
@@ -314,4 +314,4 @@ class Site:
 
 
 SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
-"""By number; graphs hold them."""
+"""The sites by number; only graphs keep them alive."""

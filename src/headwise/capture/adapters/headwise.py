@@ -43,7 +43,7 @@ def _emit(request: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Te
 
     out: Any = compute
     for net in _CALLS.everyone:
-        if layer is None and net.open and not net.in_full:  # the model was known to have no such
+        if layer is None and net.open and not net.in_full:  # unexpected in a known model
             forget(net.names.model)
             net.names.left_out[net.names.current] = CHANGED
             continue

@@ -1,6 +1,6 @@
 """Capture `F.multi_head_attention_forward` and the fused layers of `nn.MultiheadAttention`.
 
-The composite function is run by a copy that does not dispatch to function modes itself, so that the
+A copy of the composite function runs that does not dispatch to function modes itself, so that the
 attention inside it is captured. In evaluation PyTorch uses fused layers whose interior cannot be
 intercepted: they run unchanged, and q, k and v are computed a second time.
 """
@@ -44,7 +44,7 @@ _FORWARD: Any = F.multi_head_attention_forward
 def multi_head_attention_forward(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The composite function; its `scaled_dot_product_attention` or softmax reports the heads."""
+    """Run the composite function; its `scaled_dot_product_attention` or softmax reports heads."""
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     if named.get("need_weights", True) and not watched():
         note(_ROUTE, _WEIGHTS)
@@ -89,7 +89,7 @@ def native_multi_head_attention(
 def transformer_encoder_layer(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`torch._transformer_encoder_layer_fwd`, which `nn.TransformerEncoderLayer` uses there."""
+    """`torch._transformer_encoder_layer_fwd`, for `nn.TransformerEncoderLayer` in evaluation."""
     bound_args = arguments(torch.ops.aten._transformer_encoder_layer_fwd.default, args, kwargs)
     first = bound_args["norm_first"]
 
@@ -218,7 +218,7 @@ class _Fused:
         return F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def out(self) -> Tensor:
-        """Return the heads' outputs: NaN if weights are NaN (PyTorch's CPU kernel: 0)."""
+        """Return the heads' outputs; NaN weights give NaN (PyTorch's CPU kernel gives 0)."""
         call = Call.of(self.q, self.k, self.v, mask=self.mask)
         return choose(call).output(call)[0]
 

@@ -1,4 +1,4 @@
-"""`F.scaled_dot_product_attention`, in all its uses, as calls of headwise."""
+"""Capture and accelerate `F.scaled_dot_product_attention`, with all its arguments."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def call_of(
 
 
 def of_all_heads(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values `[B, G, S, D]` with different numbers of groups for each head."""
+    """Repeat keys and values `[B, G, S, D]` for each head, as their numbers of groups differ."""
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     return k, v
 

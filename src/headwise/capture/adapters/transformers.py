@@ -134,7 +134,7 @@ def _attend(
     cached, _LAST_UPDATE.keys = _LAST_UPDATE.keys, None
     behind = 0 if cached is None or cached is key else _behind(cached, key)
     given = InterfaceCall(net, function, module, tensors, options, behind)
-    with SILENCE:  # this is for all nets of a thread
+    with SILENCE:  # it silences all sessions of this thread
         meaning = given.meaning()
         if meaning is not None:
             first = _LAST_UPDATE.first if cached is key or behind else 0
@@ -154,7 +154,7 @@ def _attend(
 
 
 def _follow_in_full(nets: Sequence[CaptureSession], module: nn.Module) -> None:
-    """Leave out a call that only its inner functions report, in sessions that skip these."""
+    """In sessions that skip a call's inner functions, leave it out if only these report it."""
     for net in nets:
         if not net.in_full:
             forget(net.names.model)
@@ -241,7 +241,7 @@ class Meaning(NamedTuple):
 
 
 _MEANINGS: BoundedCache[tuple[object, ...], Meaning] = BoundedCache()
-"""Meanings of `sdpa` calls without a tensor beside q, k and v, by causality, lengths and scale."""
+"""Meanings of `sdpa` calls without tensors other than q, k, v, by causality, lengths and scale."""
 
 
 @cache
@@ -280,7 +280,7 @@ class InterfaceCall:
         self.q, self.k, self.v = q, k, v
         self.batch, self.heads, self.queries, _ = sizes
         _, self.groups, self.keys, _ = of_keys
-        self.causal = causal_by(module, options)  # whose queries look back only
+        self.causal = causal_by(module, options)  # queries see no later keys
         self.named, self.kind = _name_and_kind(function)
         if function is headwise_attention:
             plain = textbook(type(module), special(options))
@@ -362,8 +362,8 @@ class InterfaceCall:
             yield name, Meaning(keys, keywords, behind)
 
     def _masks(self) -> Iterator[tuple[str, int, Mask, int]]:
-        """Yield each meaning's name, its number of keys, its mask, and the number of keys behind
-        the sequence. Padded queries may attend to no key."""
+        """Yield each meaning's name, its number of keys, its mask, and the number of keys after
+        the sequence. Padded queries see no key."""
         mask, keys, queries = self.mask, self.keys, self.queries
         if isinstance(mask, Tensor) and mask.dim() != 2:
             yield "mask", *self._once(mask, keys, self._of_mask)
@@ -373,7 +373,7 @@ class InterfaceCall:
             yield "mask", *self._once(written_out, keys, self._of_mask)
             return
         real: Mask = Everything()
-        if mask is not None:  # a static cache is empty behind what a mask of the keys covers
+        if mask is not None:  # a static cache is empty after the keys that the mask covers
             keys, real = self._once(mask, min(keys, mask.shape[1]), self._of_keys)
         from_start = self.causal and 1 < queries < keys
         if self.kind in ("flash", None):
@@ -404,7 +404,7 @@ class InterfaceCall:
         return keys, mask, behind
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
-        """Return the real keys, `[B, S]`; in self-attention also the queries at their end."""
+        """Return the number of keys and a mask of the real ones, and of real queries if `own`."""
         device, queries, given = self.q.device, self.queries, given[:, None, None].bool()
         keys, mask = self._of_table(given, keys)
         if not self.own:
@@ -462,7 +462,7 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _gives(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, out: Tensor) -> bool:
-    """Return True if the meaning gives a few rows of the output, within low precision.
+    """Return True if the meaning gives a few rows of the output, to low precision.
 
     Rows that are not finite are inconclusive, as some functions set them to 0.
     """

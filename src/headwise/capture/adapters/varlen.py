@@ -77,7 +77,7 @@ def varlen_attention(
 
 
 def _of_sequences(edges: Tensor, left: int, right: int) -> Mask:
-    """Return the mask of a window in each sequence, so far back and ahead (−1: unlimited)."""
+    """Return the mask of a window in each sequence, `left` back, `right` ahead (−1: no limit)."""
     i = torch.arange(int(edges[-1]), device=edges.device)
     number = torch.searchsorted(edges[1:].contiguous(), i, right=True)
     low, high = edges[number], edges[number + 1]

@@ -142,7 +142,7 @@ def _other_weights(case: Case, base: Variant) -> list[Finding]:
 def _with_other_heads(
     case: Case, bases: list[Variant]
 ) -> tuple[Case, list[Variant], Variant | None]:
-    """Try the numbers of the layer as numbers of heads, if the user gave none."""
+    """Try the numbers found in the layer as the number of heads, if the user gave none."""
     width = case.reading.head_dim * case.reading.num_heads
     numbers = {int(n) for n in numbers_in(case.target.layer, "") if n > 1}
     for heads in sorted(numbers - {case.reading.num_heads}):
@@ -197,7 +197,7 @@ def _example(case: Case, target: Target, base: Variant, large: bool = False) -> 
         x = times * trial.input(tokens=3, batch=1)
         try:
             actual, expected = trial(x), rebuild(projections_of(trial), x, base)
-        except Exception:  # a projection too narrow for all heads: no right output exists
+        except Exception:  # a projection too narrow for all heads: no correct output exists
             continue
         if expected.shape != actual.shape or error(actual, expected) < shows:
             continue

@@ -23,7 +23,7 @@ FAR_ENOUGH = 1e4
 
 @dataclass(frozen=True)
 class Fault:
-    """One known mistake: its change of a variant, and its description."""
+    """One known mistake: the change that it makes to a variant, and its description."""
 
     rule: str
     change: dict[str, Any]
@@ -54,7 +54,7 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
         "several keys": groups > 1,
         "grouped": 1 < groups < heads and base.share == "repeat",
         "named": reading.named,
-        "apart": reading.named and separate,  # fused, a permutation is another order of packing
+        "apart": reading.named and separate,  # if fused, it is only a packing order
         "fused": reading.named and not separate,
         "projected": reading.out is not None,
         "rotary": base.rope is not None,
@@ -73,8 +73,8 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
 
 
 def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
-    """Return the mistake of a finite fill after the scaling. The fill in the code, after or before
-    the scaling, is taken to be the rounder number.
+    """Return the mistake of a finite fill, given as its value after the scaling. The code may fill
+    before or after the scaling; the rounder of the two values is reported.
     """
     group = next(group for group in GROUPS if group.get("each") == "finite fills")
     off = {number: abs(float(f"{number:.2g}") / number - 1) for number in (fill, fill / scale)}
@@ -86,7 +86,7 @@ def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
 
 
 def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:
-    """Return the values of the names in braces."""
+    """Return the values of the names in braces in messages and hints."""
     return {
         **{part: reading.name(part) for part in "qkvo"},
         "E": reading.embed_dim,

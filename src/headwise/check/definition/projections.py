@@ -19,7 +19,7 @@ from ..names import parts_of
 HEAD_BY_HEAD = {"query_key_value", "wqkv"}
 """Names of projections that are packed head by head (layouts `neox`, `internlm2`)."""
 IN_TURNS = {"to_q", "to_k", "to_v", "to_out"}
-"""Names of a library whose query heads use key/value heads in turn (`x_transformers`)."""
+"""Names in a library whose query heads use key/value heads in turn (`x_transformers`)."""
 LONG = {"q": "queries", "k": "keys", "v": "values"}
 
 
@@ -49,7 +49,7 @@ class Matrix:
 
     @property
     def shared(self) -> bool:
-        """Return True if heads share a projection that each should have its own of."""
+        """Return True if heads share a projection of which each should have its own."""
         return self.heads > 1 and len(set(self.keys)) < len(self.keys)
 
 
@@ -299,7 +299,7 @@ def _assigned(
 
 
 def _packed(readers: Sequence[Matrix]) -> Matrix | None:
-    """Return the matrix that is three times as wide as another, or the only one if wide enough."""
+    """Return the widest matrix, if there are at most two and its width is a multiple of 3."""
     widest = max(one.weight.shape[1] for one in readers)
     fits = (one for one in readers if one.weight.shape[1] == widest)
     return next(fits, None) if len(readers) <= 2 and widest % 3 == 0 else None

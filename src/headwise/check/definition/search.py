@@ -1,4 +1,4 @@
-"""Search for the variant with the output of a target: the textbook's, or one with mistakes.
+"""Search for the variant that gives a target's output: the textbook's, or one with mistakes.
 
 The target gets random weights and runs on a few inputs. Its outputs are compared with those of
 variants with the same weights. The first one or two mistakes that give the same outputs are named.
@@ -42,16 +42,16 @@ than the effect of any mistake."""
 FITS_LARGE = 0.05
 """The tolerance for scores so large that float32 keeps only four digits."""
 SPREADS = (30.0, 75.0, 150.0, 300.0, 750.0, 1.5e3, 3e3, 7.5e3, 1.5e4, 3e4)
-"""The standard deviations of large scores in tests: beyond −10000."""
+"""The standard deviations of the large test scores; the largest exceed a fill of −10000."""
 BASES = 16
 """The largest number of textbook variants on which mistakes are tried."""
 SCALES = [10 ** (n / 5) for n in range(-15, 11)]
 NUMBERS = [10 ** (n / 4) for n in range(-4, 25)]
 """The first values tried for a scale and for a negative fill."""
 SECONDS = 1.0
-"""The time for trying pairs of mistakes."""
+"""The time limit for trying pairs of mistakes."""
 FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward|feedforward|ff_?net|fc_?net|ffwd)_?\d*")
-"""Names of the part of a block that works on single tokens."""
+"""Names of the feed-forward part of a block, which processes each token separately."""
 SCALING = re.compile(r"scal|multiplier|alpha|temperature|factor")
 """Names of possible factors of the scores."""
 
@@ -84,7 +84,7 @@ class Case:
         return self.seen[single]
 
     def pairs(self, base: Variant, rows: Sequence[Fault]) -> Iterator[tuple[Fault, Fault]]:
-        """Yield pairs of mistakes, without those excluded by one token."""
+        """Yield pairs of mistakes, except those that the output for one token rules out."""
         alone = _for_one_token(base)
         variants = [row.on(base) for row in rows]
         fits = [self.fits_one_token(one) for one in variants]
@@ -98,7 +98,7 @@ class Case:
                 yield rows[i], rows[j]
 
     def gap(self, variant: Variant, place: int) -> float:
-        """Return the difference of a variant's output for one input from that of the target."""
+        """Return the error of a variant's output for one input, relative to the target's output."""
         x, key = self.inputs[place], (place, *MADE_OF(variant))
         whole = (*key, *WEIGHED_BY(variant))
         try:
@@ -108,7 +108,7 @@ class Case:
             if whole not in self.weights:
                 self.weights[whole] = weights_from(q, k, variant, sizes_of(self.reading, x))
             wanted = rebuild(self.reading, x, variant, heads, self.weights[whole])
-        except Exception:  # a user's norm may not be one
+        except Exception:  # a module named norm may compute something else
             return math.inf
         return error(self.outputs[place], wanted, _seen(variant, x))
 
@@ -149,7 +149,7 @@ def projections_of(target: Target) -> Projections:
 
 
 def _idle(target: Target) -> set[str]:
-    """Return the parameters without effect on the call."""
+    """Return the names of parameters that have no effect on the call."""
     layer = target.layer
     named = dict(layer.named_parameters())
     try:
@@ -170,7 +170,7 @@ def _batch(reading: Projections) -> int:
 
 
 def _lengths(target: Target, reading: Projections) -> tuple[int, ...]:
-    """Return inputs of one token, and of two lengths that differ from all other sizes."""
+    """Return the input lengths: one token, and two lengths that differ from all other sizes."""
     others = {reading.num_heads, reading.num_kv_heads, reading.head_dim, reading.value_dim}
     others |= {target.embed_dim, _batch(reading), reading.num_heads * reading.head_dim}
     longest = target.context_length or 64
@@ -184,7 +184,7 @@ def _seen(variant: Variant, x: Tensor) -> Tensor:
 
 
 def gap(reading: Projections, x: Tensor, out: Tensor, variant: Variant) -> float:
-    """Return the relative difference of a variant's output from this one."""
+    """Return the relative error of a variant's output, compared with `out`."""
     try:
         return error(out, rebuild(reading, x, variant), _seen(variant, x))
     except (RuntimeError, ValueError, IndexError):
@@ -192,7 +192,7 @@ def gap(reading: Projections, x: Tensor, out: Tensor, variant: Variant) -> float
 
 
 def _is_open(variant: Variant) -> bool:
-    """Return True if another mistake may have an effect on one token beside this one."""
+    """Return True if a second mistake may change the effect of this one on a single token."""
     mixes = variant.over == "heads" or variant.softmax in _UNSURE
     return mixes or not bool(allowed_of(variant.mask, 1, 1))
 
@@ -262,7 +262,7 @@ def textbook(target: Target, reading: Projections) -> Iterator[Variant]:
         yield base
         if rope is not None and reading.norms:
             yield replace(base, normed="after")
-        if {"q", "k"} <= set(reading.norms):  # normalized with gains: their product needs no root
+        if {"q", "k"} <= set(reading.norms):  # the gains of the norms can replace 1/√D
             yield replace(base, scale="nothing")
 
 
@@ -278,7 +278,7 @@ def _slopes(target: Target, reading: Projections) -> list[tuple[float, ...]]:
 
 
 def _surroundings(reading: Projections) -> tuple[str, ...]:
-    """Return the possible places of a norm of the whole width."""
+    """Return the possible positions of a norm over the full width."""
     around = ("", "x, then norm", "norm", "inside", "before", "before queries", "before keys")
     return (*around, "before and x", "before queries and x") if "x" in reading.norms else ("",)
 
@@ -325,7 +325,7 @@ def double(known: Known, fits: Callable[[Variant], bool], pairs: Pairs) -> Expla
 
 
 def _solved(case: Case, bases: Sequence[Variant]) -> Explained | None:
-    """Find an unknown scale or fill of hidden scores by search."""
+    """Search for an unknown scale, or for an unknown fill of masked scores."""
     for base in bases:
         if not case.fits_one_token(base):
             continue
