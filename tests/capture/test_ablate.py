@@ -461,7 +461,7 @@ def run(model: nn.Module, heads: Any, size: int = B, **keywords: Any) -> None:
 @pytest.mark.parametrize(
     ("heads", "keywords", "message"),
     [
-        ({"middle": [0]}, {}, r"no module 'middle'; the nearest that there are: .*'low'"),
+        ({"middle": [0]}, {}, r"no module 'middle'; the nearest names are: .*'low'"),
         ({"low": [0, 7, 5]}, {}, r"'low' has the heads 0 to 4, and no 5, 7"),
         ({"low": [-1]}, {}, r"heads of 'low' must be a list of numbers from 0"),
         ({"low": 3}, {}, r"must be a list of numbers"),
@@ -553,5 +553,5 @@ def test_what_is_no_model_is_named(unchecked: None) -> None:
         (lambda: hw.watch(run, hw.Entropy()).__enter__(), "watch"),  # type: ignore[arg-type]
         (lambda: ablate(run, {"low": [0]}).__enter__(), "ablate"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError, match=rf"{given}\(run, …\): run is no nn.Module"):
+        with pytest.raises(ValueError, match=rf"{given}\(run, …\): run is not an nn.Module"):
             function()

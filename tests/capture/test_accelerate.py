@@ -387,7 +387,7 @@ def test_other_models_are_left_alone_and_ablation_still_works() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: 3, "is no nn.Module"),
+        (lambda: 3, "is not an nn.Module"),
         (lambda: torch.compile(Attention()), r"accelerate\(.*compiled code cannot be accelerated"),
     ],
 )

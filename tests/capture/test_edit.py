@@ -258,7 +258,7 @@ def test_outputs_of_another_run_are_a_source() -> None:
         ({"L0H9": Scale(2.0)}, "has the heads 0 to 5, and no 9"),
         ({"L3H0": Scale(2.0)}, "nothing was edited in layer 3"),
         ({"low": Scale(2.0)}, "the model has no module 'low'"),
-        ({"L0H0": 2.0}, "2.0 is no edit; give Scale"),
+        ({"L0H0": 2.0}, "2.0 is not an edit; give Scale"),
         ({"L0H0": Shift(torch.zeros(3))}, "size of tensor|Shift gives"),
         ({"L0H0": Replace(torch.zeros(2, 3))}, r"Replace gives \[2, 3\] for the output"),
         ({"L0H0": Replace({})}, "has nothing for a head"),

@@ -276,7 +276,7 @@ def test_attention_of_a_fused_kernel_is_the_definitions() -> None:
         (2, 0, r"layer=2, head=0\): no such layer; those that attend"),
         (1.5, 0, r"layer 1\.5: give its number from 0, such as 2 or 'L2', or the name of"),
         ("L5H0", None, "no such layer; those that attend"),
-        ("L1H0", 1, "the address has a head of its own"),
+        ("L1H0", 1, "the address already names a head"),
         ((0, 3), None, r"'0' has the heads 0 to 2"),
         ("0", 3, r"'0' has the heads 0 to 2"),
         ("0", [0, -1], r"'0' has the heads 0 to 2"),
@@ -325,7 +325,7 @@ def test_attention_of_says_how_to_get_one_of_several_calls() -> None:
         hw.attention_of(model, x, "own")
     for nth, keys in enumerate((T, T - 2)):
         assert hw.attention_of(model, x, 0, nth=nth).shape == (B, H, keys, keys)
-    with pytest.raises(ValueError, match="it is called 2 times, and has no call 2"):
+    with pytest.raises(ValueError, match="it is called 2 times, so there is no call 2"):
         hw.attention_of(model, x, "own", nth=2)
 
 
@@ -388,8 +388,8 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
     ("inputs", "says"),
     [
         ("a text", r"inputs is 'a text', a text; give .* tokenizer\(text, return_tensors='pt'\)"),
-        (["a text", "another"], "a text; give what the model is called with"),
-        ([4, 2], r"items of a list are arguments; give token ids as a tensor \[B, T\]"),
+        (["a text", "another"], "a text; give the inputs that the model takes"),
+        ([4, 2], r"items of a list are separate arguments; give token ids as a tensor \[B, T\]"),
     ],
 )
 def test_attention_of_a_text_says_what_to_give(inputs: Any, says: str) -> None:

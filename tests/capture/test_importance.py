@@ -332,7 +332,7 @@ def test_a_head_of_each_table_in_one_row(unchecked: None) -> None:
     assert some["L1"] is some[1] is some["high"]
     assert ablation_scan(model, loss, given, modules=[1]).table() == some.table()
     for no_table in (["low", "high"], [{"layer": "low"}], 3):
-        with pytest.raises(ValueError, match="is no table of heads; give rows with a layer and a"):
+        with pytest.raises(ValueError, match="is not a table of heads; give rows with a"):
             join_tables(effects, no_table)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head 0 of 'low' has more than one importance"):
         join_tables(effects.table(), [{"layer": "low", "head": 0, "importance": -1.0}])
@@ -452,7 +452,7 @@ def test_what_is_given_in_another_place_is_named(unchecked: None, function: Any)
         said = rf"{name}\(Model, …\): batches must be .* {type(single).__name__} is none.*\[batch\]"
         with pytest.raises(ValueError, match=said):
             function(model, loss, single)
-    with pytest.raises(ValueError, match=rf"{name}\(loss, …\): loss is no nn.Module"):
+    with pytest.raises(ValueError, match=rf"{name}\(loss, …\): loss is not an nn.Module"):
         function(loss, model, batches(B))
     with pytest.raises(ValueError, match=r"loss must be a function.* list is none"):
         function(model, batches(B), loss)

@@ -294,7 +294,8 @@ def test_what_does_not_add_up_is_refused(running: bool) -> None:
     ]:
         other = Watched(running)
         other.add("m", given, heads)
-        says = rf"'m': {', '.join(given)} of {heads} heads does not add up with x, y of 2 heads"
+        own = rf"'m': {', '.join(given)} of {heads} heads"
+        says = f"{own} cannot be combined with the earlier x, y of 2 heads"
         for join in (lambda: one + other, lambda: one.add("m", given, heads)):  # noqa: B023
             with pytest.raises(ValueError, match=says):
                 join()

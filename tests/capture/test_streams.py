@@ -169,7 +169,7 @@ def test_positions_that_are_no_stream_are_left_out() -> None:
     with hw.watch(block, hw.Entropy()) as seen:
         block(torch.randn(B, IMAGE, C))
     assert list(seen) == []
-    assert seen.left_out[""].endswith("has 16 queries, and its module puts out 8 positions")
+    assert seen.left_out[""].endswith("has 16 queries, but its module returns 8 positions")
 
 
 def test_a_monitor_records_streams(tmp_path: Path) -> None:

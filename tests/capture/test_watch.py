@@ -682,7 +682,7 @@ def test_calls_of_another_task_are_named() -> None:
             await task
         return seen
 
-    with pytest.raises(ValueError, match="called in another asyncio task"):
+    with pytest.raises(ValueError, match="called in a different asyncio task"):
         asyncio.run(main()).table()
 
 

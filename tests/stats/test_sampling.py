@@ -386,9 +386,9 @@ def test_the_same_draw_twice_is_told_where_figures_are_added_up(tmp_path: Path) 
             hw.capture.Watched.load(tmp_path / "one.safetensors"),
             pickle.loads(pickle.dumps(one)),
         ):
-            with pytest.warns(UserWarning, match="both drew their queries by the same seed"):
+            with pytest.warns(UserWarning, match="both sampled queries with the same seed"):
                 _ = first + other
-        with pytest.warns(UserWarning, match="both drew their queries by the same seed"):
+        with pytest.warns(UserWarning, match="both sampled queries with the same seed"):
             _ = sum([one, watched(queries=8, seed=1, running=one[""].running is not None), other])
     q, running = torch.randn(1, 2, 40, 8), hw.Running()
     for seed in (0, 1, 2):

@@ -862,7 +862,7 @@ def test_default_rules_are_those_whose_metrics_are_recorded(tmp_path: Path) -> N
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Monitor\(int, …\): int is no nn.Module"):
+    with pytest.raises(ValueError, match=r"Monitor\(int, …\): int is not an nn.Module"):
         hw.Monitor(3)  # type: ignore[arg-type]
 
 

@@ -111,7 +111,7 @@ def attention_of(
         if wanted in net.names.left_out:
             raise ValueError(f"{quote}: {wanted!r} is left out: {net.names.left_out[str(wanted)]}.")
         if count := next(calls):
-            raise ValueError(f"{quote}: it is called {count} times, and has no call {nth}.")
+            raise ValueError(f"{quote}: it is called {count} times, so there is no call {nth}.")
         known = f"those that attend: {and_more([repr(one) for one in met], 12)}"
         if not met:
             known = f"no attention was seen: {net.names.why_nothing()}"
@@ -135,7 +135,7 @@ def _parse(model: nn.Module, layer: Any, head: Any, quote: str) -> tuple[Layer, 
         if isinstance(layer, tuple | list) or (isinstance(layer, str) and is_head(layer)):
             layer, own = parse_head(layer)
             if head is not None and head != own:
-                raise ValueError("the address has a head of its own; leave out head")
+                raise ValueError("the address already names a head; leave out head")
             return layer, own
         return parse_layer(layer), head
     except ValueError as error:

@@ -284,7 +284,7 @@ class Watched(HeadTable):
             )
         if self.drawn & other.drawn:
             warnings.warn(
-                "seen + other: both drew their queries by the same seed, and so the same ones of "
+                "seen + other: both sampled queries with the same seed, and so the same ones in "
                 "calls of one length: standard errors of the sum are too small; watch each with a "
                 "seed=… of its own.",
                 stacklevel=2,
@@ -381,8 +381,8 @@ class WatchedModule:
                 )
             )
             raise ValueError(
-                f"{self.name!r}: {own} does not add up with {others} before; watch the same "
-                f"statistics of the same model."
+                f"{self.name!r}: {own} cannot be combined with the earlier {others}; watch the "
+                f"same statistics of the same model."
             )
 
     def __add__(self, other: WatchedModule) -> WatchedModule:

@@ -226,7 +226,7 @@ def edit(model: nn.Module, edits: Mapping[HeadAddress | Layer, Edits]) -> Iterat
         each = tuple(given) if isinstance(given, Sequence) else (given,)
         if wrong := [one for one in each if not isinstance(one, Edit | Knockout)]:
             raise ValueError(
-                f"{quoted}: {wrong[0]!r:.60} is no edit; give Scale, Shift, Gate, Replace or "
+                f"{quoted}: {wrong[0]!r:.60} is not an edit; give Scale, Shift, Gate, Replace or "
                 f"Knockout of headwise.capture."
             )
         try:
@@ -431,7 +431,7 @@ def check_names(model: nn.Module, layers: Iterable[Layer], quoted: str) -> None:
         if not near:
             near = get_close_matches(unknown[0], [*filter(None, names)], n=6, cutoff=0.0)
             nearest = (
-                f"the nearest that there are: {', '.join(map(repr, near)) or 'none'}; "
+                f"the nearest names are: {', '.join(map(repr, near)) or 'none'}; "
                 f"hw.watch(model) lists those that attend"
             )
         raise ValueError(

@@ -185,7 +185,7 @@ def _rows_of(given: Any) -> Iterable[Mapping[str, Any]]:
     rows = list(rows) if isinstance(rows, Iterable) else [rows]
     if not all(isinstance(row, Mapping) and {"layer", "head"} <= row.keys() for row in rows):
         raise ValueError(
-            f"join_tables(…): {type(given).__name__} is no table of heads; give rows with a layer "
-            f"and a head, such as seen.table()."
+            f"join_tables(…): {type(given).__name__} is not a table of heads; give rows with a "
+            f"layer and a head, such as seen.table()."
         )
     return rows

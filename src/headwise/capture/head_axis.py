@@ -141,7 +141,7 @@ def _as_declared(shape: torch.Size, declared: int) -> Leading:
         if declared < 0
         else f"no axis of {declared} heads"
     )
-    raise ValueError(f"heads={declared}: an attention that gives {list(shape)} has {what}")
+    raise ValueError(f"heads={declared}: attention with outputs {list(shape)} has {what}")
 
 
 def _of_one_axis(

@@ -58,9 +58,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
     """
     quote = check_given("importance", model, loss, batches)
     if torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{quote}: torch.inference_mode() is on, and there are no gradients in it."
-        )
+        raise ValueError(f"{quote}: torch.inference_mode() is on, so no gradients are recorded.")
     parts, numbers = [], dict[str, int]()
     for batch in batches:
         outs: list[tuple[str, Tensor]] = []

@@ -46,7 +46,7 @@ class Known(NamedTuple):
     modules: list[nn.Module]
 
 
-CHANGED = "it attends in another way than before; watch the model once more"
+CHANGED = "it now attends in a different way; watch the model again"
 """The reason why a call that is new for a known model is left out."""
 
 _LIBRARIES = ("headwise.", "torch.", "transformers.")

@@ -254,7 +254,7 @@ class Names:
     def why_nothing(self) -> str:
         """Return the reason why no attention was captured, as a clause."""
         if not self.calls and self._elsewhere:
-            return "the model was called in another asyncio task than the one that watches"
+            return "the model was called in a different asyncio task from the one that watches it"
         if not self.calls:
             return "the model was not called"
         if self.left_out:
@@ -383,7 +383,8 @@ def check_model(function: str, model: object) -> str:
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", type(model).__name__)
         raise ValueError(
-            f"{function}({name}, …): {name} is no nn.Module; the model is the first argument."
+            f"{function}({name}, …): {name} is not an nn.Module; pass the model as the first "
+            f"argument."
         )
     return f"{function}({type(model).__name__}, …)"
 
@@ -395,13 +396,13 @@ def check_inputs(quote: str, inputs: Any) -> None:
         return
     if all(isinstance(one, str | bytes) for one in listed):
         raise ValueError(
-            f"{quote}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
-            f"as tokenizer(text, return_tensors='pt')."
+            f"{quote}: inputs is {brief(inputs)}, a text; give the inputs that the model takes, "
+            f"such as tokenizer(text, return_tensors='pt')."
         )
     if all(as_int(one) is not None for one in listed):
         raise ValueError(
-            f"{quote}: inputs is {brief(inputs)}, and the items of a list are arguments; give "
-            f"token ids as a tensor [B, T], such as torch.tensor([ids])."
+            f"{quote}: inputs is {brief(inputs)}, but the items of a list are separate arguments; "
+            f"give token ids as a tensor [B, T], such as torch.tensor([ids])."
         )
 
 

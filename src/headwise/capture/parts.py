@@ -120,13 +120,15 @@ def read(waiting: Sequence[PendingCall], x: Tensor, name: str = "") -> list[Reso
 def _read(w: PendingCall, x: Tensor) -> ResolvedCall:
     """Resolve a call by `x`, which has as many elements as the heads' outputs, features last."""
     if x.shape[-1] != w.wide:
-        return _left(w, f"has {w.heads} heads by its axes, and joins {x.shape[-1] // w.width}")
+        return _left(
+            w, f"has {w.heads} heads according to its axes, but joins {x.shape[-1] // w.width}"
+        )
     place = _place(x.shape[:-1], w)
     out = w.out.detach()
     if place and w.turnable and not _joins(out, x):
         turned = out.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
         if _joins(turned, x):
-            return _left(w, f"has its {w.heads} heads where batch rows mostly stand")
+            return _left(w, f"has its {w.heads} heads on the axis that usually holds batch rows")
     if place == "queries first" and x.shape[1] % x.shape[0] == 0 and not w.queries_first:
         # or a batch of blocks
         place = place if _same(out.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
@@ -239,7 +241,7 @@ def at_end(
     found += [_of_others(w, rest, _axes(x)[0], len(lost)) for w in rest]
     before = next((one.reason for one in found if one.reason), before)
     if before:  # the remaining calls are not all of the module's
-        reason = f"stands beside another, of which not all could be seen: {before}"
+        reason = f"belongs to a module with another call that was not captured completely: {before}"
         found = [one if one.reason else _left(one.call, reason) for one in found]
     return found, pending
 
@@ -282,7 +284,8 @@ def _of_shares(whole: Sequence[PendingCall], lost: Sequence[torch.Size]) -> list
         others = sum(prod(shape[:-1]) == w.heads * w.seen for shape in lost if w.heads > 1)
         if number > 1 and not one_by_one:
             reason = (
-                f"is one of {number} products of the same queries, perhaps with shares of the keys"
+                f"is one of {number} products of the same queries, each perhaps over some of the "
+                f"keys"
             )
         elif others:
             more = f"{others} more softmax{'es' * (others > 1)} of its queries"
@@ -325,7 +328,7 @@ def _of_others(
     if seen < queries and (len(rest) > 1 or not w.sure):
         return _left(w, _misread(w, axes))
     if seen > queries and not one_for_each:
-        return _left(w, f"has {seen} queries, and its module puts out {queries} positions")
+        return _left(w, f"has {seen} queries, but its module returns {queries} positions")
     return ResolvedCall(w, max(w.seen, queries))
 
 
@@ -335,6 +338,6 @@ def _left(w: PendingCall, reason: str) -> ResolvedCall:
 
 def _misread(w: PendingCall, axes: Sequence[int]) -> str:
     return (
-        f"has {w.rows} × {w.queries} queries by its axes, and positions are {list(axes)}: batch "
-        f"rows, heads and blocks cannot be distinguished"
+        f"has {w.rows} × {w.queries} queries by its axes, but the positions are {list(axes)}: "
+        f"batch rows, heads and blocks cannot be distinguished"
     )

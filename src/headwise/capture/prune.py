@@ -139,7 +139,7 @@ class _PrunedAttention:
             held, patterns = stored_tensors(layer, lambda name: state[self._inside(name)])
             if not any(parts == "out.weight" for parts, _ in patterns.values()):
                 raise ValueError(
-                    f"{at}: it has no output projection, so that heads are columns of its output"
+                    f"{at}: it has no output projection, so its heads are columns of its output"
                 )
             self.patterns.append(patterns)
             self.sizes.append(sizes_of(held, patterns, count, None, at))
@@ -155,7 +155,7 @@ class _PrunedAttention:
             group = head % sizes.num_kv_heads if turns else head // share
             by_group.setdefault(group, []).append(head)
         if not by_group:
-            raise ValueError(f"{at}: all of its {sizes.num_heads} heads; one must be left.")
+            raise ValueError(f"{at}: all of its {sizes.num_heads} heads; keep at least one.")
         self.groups = sorted(by_group)
         left = [by_group[group] for group in self.groups]
         if len({len(one) for one in left}) > 1:
@@ -170,7 +170,7 @@ class _PrunedAttention:
             _numbers(self.owner, _HEAD_WIDTHS, sizes.head_dim)
         ):
             raise ValueError(
-                f"{at}: no attribute of it is known to hold the number of its heads "
+                f"{at}: none of its attributes is known to hold the number of its heads "
                 f"({sizes.num_heads}) or their width ({sizes.head_dim}), so that it would go on "
                 f"with the old one."
             )
@@ -244,7 +244,9 @@ class _PrunedAttention:
                     f"the width of its heads from its input's; they can be ablated, not pruned."
                 ) from None
             if not torch.allclose(got, want, rtol=1e-2, atol=1e-3 * float(want.abs().max())):
-                raise ValueError(f"{at}: with fewer heads it gives something else than with zeros.")
+                raise ValueError(
+                    f"{at}: without the heads, its output differs from that with zeros."
+                )
             return
 
     def apply(self, owner: nn.Module) -> None:

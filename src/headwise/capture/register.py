@@ -38,7 +38,7 @@ def headwise_attention(
     if torch.compiler.is_compiling():  # the choice depends on values
         return (_sdpa() if plain and not special(options) else _eager)(*given, **options)
     if not plain:
-        note(_ROUTE, "this kind of attention is its model's own")
+        note(_ROUTE, "the model uses its own kind of attention")
         return _eager(*given, **options)
     served = served_call(*given, options)
     note(_ROUTE, served)
@@ -63,7 +63,7 @@ def served_call(
     if options.get("output_attentions"):
         return "attention weights are requested (output_attentions=True)"
     if query.dim() != 4 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
-        return "a mask of another kind than sdpa's, or queries of other axes"
+        return "a mask of a different kind from sdpa's, or queries with other axes"
     queries = query.shape[2]
     bias = options.get("position_bias")
     causal = causal_by(module, options) and mask is None and queries > 1

@@ -103,7 +103,7 @@ def _tried(rule: str, probe: Probe, ctx: Probing) -> Finding | None:
     except Failed as failure:
         if isinstance(failure.error, Question):
             return skipped(rule, str(failure.error).partition("): ")[2])
-        return Finding(rule, "error", f"{failure}.", "Make this call run.")
+        return Finding(rule, "error", f"{failure}.", "Fix the error, so that this call runs.")
 
 
 def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding]) -> list[Finding]:
@@ -132,7 +132,7 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
         wrong = one.severity in ("error", "warning")
         reason = reasons.get(one.rule)
         if right and wrong and one.rule in ("order", "equal-tokens", "one-token"):
-            one = passed(one.rule, "The definition gives the same.")
+            one = passed(one.rule, "The definition gives the same output.")
         elif wrong and reason and reason != one.rule and reasons.get(reason) != one.rule:
             one = replace(one, explained_by=reason)
         elif one.severity == "warning" and errors:
@@ -166,7 +166,7 @@ def _grounded(one: Finding, target: Target) -> Finding:
     if one.rule == "equal-tokens" and plain and not more:
         return one
     return skipped(
-        one.rule, f"Its weights were not read; other attention may do this: {one.message}"
+        one.rule, f"Its weights could not be read, and other attention may do this: {one.message}"
     )
 
 

@@ -71,11 +71,11 @@ def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
     return AS_WRITTEN if some else nullcontext()
 
 
-_EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
+_EAGER = "run it eagerly under torch.compiler.set_stance('force_eager')"
 _FIX = {
     "compiled by torch.compile": f"{_EAGER}, or take and call the module inside, _orig_mod",
     "compiled in place by torch.compile": _EAGER,
-    "compiled by torch.jit": "take the module that it was made from",
+    "compiled by torch.jit": "use the module that it was compiled from",
 }
 
 

@@ -289,7 +289,7 @@ class _Replay:
             values = _like(bound_args["tensors"][2])
             axes = leading(given.shape, stack, values, declared=self.declared(name))
         if axes is None:
-            site.reason = f"{quote}: it is ambiguous which axis is heads and which is blocks"
+            site.reason = f"{quote}: it is unclear which axis holds heads and which holds blocks"
         else:
             keys = _like(bound_args["tensors"][1]).shape[-2]
             site.axes = axes
@@ -312,7 +312,7 @@ class _Replay:
         return best
 
 
-_UNKNOWN = "it is unknown whether the call is all of its module's attention"
+_UNKNOWN = "it is unknown whether the call covers all of its module's attention"
 
 
 def _gives(node: Any, value: Any) -> bool:

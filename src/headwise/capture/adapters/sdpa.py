@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
         instead, out = None, instead.out()
     quote = f"scaled_dot_product_attention giving {list(out.shape)}"
     if axes is None:
-        reason = f"{quote}: it is ambiguous which axis is heads and which is blocks"
+        reason = f"{quote}: it is unclear which axis holds heads and which holds blocks"
         net.leave_out(net.names.stack[-1], reason)
         return out
     call = call_of(net, bound_args, out, axes)
@@ -129,7 +129,7 @@ def _plain(
     if any(x.is_nested for x in (q, k, v)):
         return "nested tensors"
     if given is not None and bound_args["is_causal"]:
-        return "a mask and is_causal at once"
+        return "both a mask and is_causal"
     if is_causal_bias(given):
         bound_args |= _causal(given, q.device)
         given = bound_args["attn_mask"]

@@ -384,7 +384,7 @@ def _emit(
     axes = leading(outputs, running, values, shared, net.heads(name))
     quote = f"the softmax of {list(wide)}"
     if axes is None:
-        reason = f"{quote}: it is ambiguous which axis is heads and which is blocks"
+        reason = f"{quote}: it is unclear which axis holds heads and which holds blocks"
         net.leave_out(running[-1], reason)
         return None
     heads_out = axes.split(out)

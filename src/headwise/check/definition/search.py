@@ -364,8 +364,8 @@ def _other_scale(case: Case, scale: float) -> Fault:
         {"scale": scale},
         f"The scores are multiplied by {scale:.4g}; the textbook divides them by √{{D}}, the root "
         f"of one head's width, a factor of {case.reading.head_dim**-0.5:.4g}.",
-        "If this number is not meant, write `scores / keys.shape[-1] ** 0.5`, with the keys split "
-        "into heads.",
+        "If this number is not intended, write `scores / keys.shape[-1] ** 0.5`, with the keys "
+        "split into heads.",
         "error" if known is None else "warning",
     )
 
