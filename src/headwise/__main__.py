@@ -1,4 +1,4 @@
-"""`python -m headwise`, as `torchrun -m headwise` runs it: the command line."""
+"""The command line, for `python -m headwise` and `torchrun -m headwise`."""
 
 import sys
 

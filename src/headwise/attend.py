@@ -43,11 +43,11 @@ def attend(
         scale: factor of the scores. Default: `D**-0.5`.
         softcap: a value `c` replaces each score by `c · tanh(score / c)`, before any bias.
         dropout: probability of dropping a weight, rounded to 1/65536; give 0 outside training. The
-            dropped weights follow from a seed that each call draws from PyTorch's default generator
+            dropped weights depend on a seed that each call draws from PyTorch's default generator
             and are the same on every backend, except `"sdpa"` on CUDA, whose kernels use their own
             random numbers.
         sinks: learned sinks `[H]`: one more logit per head in the softmax of every row that may
-            attend to a key. Weight on a sink contributes no value.
+            attend to a key. Weight on a sink contributes nothing to the output.
         first_query: the key position of query 0, used by masks. Default: S − T, so that the last
             query is at the last key. Set it for part of a sequence.
         backend: `"auto"`, `"native"`, `"sdpa"`, `"blocked"` or `"eager"`. A named backend never
@@ -58,8 +58,8 @@ def attend(
         in q, k, v and sinks (and in a `Bias`).
 
     Raises:
-        ValueError: shapes, dtypes, masks or numbers do not fit, or the named backend cannot run the
-            call.
+        ValueError: shapes, dtypes, masks or numbers are invalid, or the named backend cannot run
+            the call.
         TypeError: an unknown argument, such as PyTorch's `is_causal`; the message names the
             equivalent.
 

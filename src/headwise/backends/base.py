@@ -29,8 +29,8 @@ class Backend(ABC):
         """
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the log-sum-exp or, if the backend has checked that no weights are
-        NaN, `None`."""
+        """Return the output and the log-sum-exp, which is `None` if the backend has checked that no
+        weights are NaN."""
         return self.run(call)
 
 

@@ -24,19 +24,19 @@ class AblationReference:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] | None = {} if rows else None
-        self.numbers: dict[str, int] = {}  # of the layers, by the names of modules
+        self.numbers: dict[str, int] = {}  # layer numbers by module name
 
     def __repr__(self) -> str:
         rows = "" if self._rows is None else ", with rows"
         return f"<AblationReference: means of {len(self._sums)} modules{rows}>"
 
     def add(self, call: AttentionCall) -> None:
-        """Add the heads' outputs of a call once it is known to be complete."""
+        """Add a call's head outputs once the call is known to be complete."""
         name, parts = call.name, self._parts(call)
         call.on_complete(lambda _: self._join(name, *parts))
 
     def take(self, call: AttentionCall) -> None:
-        """Add the heads' outputs of a call immediately."""
+        """Add a call's head outputs immediately."""
         self._join(call.name, *self._parts(call))
 
     def _parts(self, call: AttentionCall) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
@@ -179,10 +179,10 @@ def valid_queries(call: AttentionCall) -> Bool[Tensor, "B H T"]:
 def drawn(
     shape: torch.Size, outs: Tensor, valid: Tensor, heads: Tensor, seed: int, own: bool
 ) -> Float[Tensor, "B h T Dv"]:
-    """Return, for every batch row, the heads' outputs of another row at the same positions.
+    """Return, for every batch row, the head outputs of another row at the same positions.
 
-    Each row samples an order of donors and uses the first one; at positions where that has no valid
-    query, the next one that has, and 0 if none has.
+    Each row draws an order of donors and uses the first; at positions where that donor has no valid
+    query, it uses the next donor that has one, or 0 if none has.
 
     Args:
         shape: the shape of the call's output, `[B, H, T, Dv]`.
@@ -190,7 +190,7 @@ def drawn(
         valid: the valid queries of the donors, `[N, H, T]`.
         heads: the indices of the heads, `[h]`.
         seed: the seed of the sample.
-        own: True if the donors are the call's own rows; no row is its own donor.
+        own: True if the donors are the call's own rows; then no row is its own donor.
     """
     batch, _, queries, _ = shape
     generator = torch.Generator().manual_seed(seed)

@@ -34,7 +34,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Accelerated:
-    """An account of the attention calls of a model: which were accelerated, and why not the others.
+    """An account of a model's attention calls: which were accelerated, and why others were not.
 
     >>> account = Accelerated()
     >>> account.note("decoder.attn", "scaled_dot_product_attention", "nested tensors")
@@ -119,7 +119,7 @@ class Accelerator(CaptureSession):
 
     @property
     def open(self) -> bool:
-        """Return True if calls are accelerated now, also inside a captured call.
+        """Return True if calls are accelerated now, even inside a captured call.
 
         Calls in a graph that is being compiled run unchanged.
         """
@@ -132,8 +132,8 @@ def accelerators() -> tuple[CaptureSession, ...]:
 
 
 def watched() -> bool:
-    """Return True if an outer watch captures the call of the running function mode, with its
-    statistics from the same pass."""
+    """Return True if an outer watch captures the call that this function mode is handling, with
+    its statistics from the same pass."""
     outer = (mode.net for mode in modes() if isinstance(mode, Functions))
     return any(net.open for net in outer if not isinstance(net, Accelerator))
 
@@ -152,7 +152,7 @@ def note(function: str, result: AcceleratedCall | str, name: str | None = None) 
 class AcceleratedCall(OnePass):
     """A call that headwise computes in place of a function.
 
-    `run` computes the output of the original function, `[B, H, T, Dv]`, for scores that are not
+    `run` calls the original function for its output `[B, H, T, Dv]`; it is used if scores are not
     finite.
     """
 
@@ -179,8 +179,8 @@ class AcceleratedCall(OnePass):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The arguments of a call: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and a mask in the form of
-    PyTorch's attention (`causal` counts from the start of both)."""
+    """The arguments of a call: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and a mask in the form
+    that PyTorch's attention takes (`causal` aligns the first query with the first key)."""
 
     q: Tensor
     k: Tensor
@@ -228,7 +228,7 @@ def serve(
 
 
 def _odd(request: AttentionRequest) -> str:
-    """Return the reason why tensors cannot be read as memory, or ""."""
+    """Return a reason, apart from the mask, why the call must run unchanged, or ""."""
     if traced():
         return "the call is traced"
     for x in (request.q, request.k, request.v, request.mask, request.bias):
@@ -258,7 +258,7 @@ def _lowered(x: Any) -> Any:
 
 
 def _mask(request: AttentionRequest, memo: MaskMemo | None) -> Mask | str:
-    """Return the mask, with the meaning that it has in PyTorch, or why it is not supported."""
+    """Return the mask with its meaning in PyTorch, or the reason why it is not supported."""
     q, k = request.q, request.k
     extent = Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     given = request.mask

@@ -18,19 +18,19 @@ from .target import Target
 from .verdict import Finding
 
 LARGE = 20.0
-"""Factors of the inputs that give scores of several hundreds, as in trained models."""
+"""The factor on inputs that gives scores of several hundred, as in trained models."""
 POSITIONS = re.compile(
     r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|slope|relative|rel_|pos_|position|window|conv|"
     r"arange|cumsum|shift|roll|decay|time"
 )
 """Names of components that make the order of tokens matter."""
 BENT = re.compile("norm|gelu|relu|silu|gate|act|tanh|sigmoid", re.IGNORECASE)
-"""Classes and names of children that are not linear."""
+"""Names of classes and child modules that are not linear."""
 QK_NORM = re.compile(r"(?<![a-z])(q|k|qk|query|key)_?(layer)?_?norm|norm_?(q|k|qk)(?![a-z])")
 
 
 def shape(ctx: Probing) -> Finding | None:
-    """Try other batches, one token, odd lengths, and the dtype."""
+    """Try other batch sizes and lengths, and compare the dtypes of input and output."""
     for batch, tokens in ((1, ctx.tokens), (2, 1), (1, 1), (3, 5)):
         x = ctx.exact.input(tokens, batch)
         try:
@@ -68,7 +68,7 @@ def finite(ctx: Probing) -> Finding | None:
 
 
 def _finite_if_hidden(ctx: Probing, name: str) -> bool:
-    """Return True if outputs are finite under a mask that hides everything: it is inverted."""
+    """Return True if outputs are finite when the mask hides all keys: the layer inverts it."""
     keys = ctx.x.shape[:2] if name == "keep" else (ctx.tokens, ctx.tokens)
     try:
         return bool(ctx.call(ctx.x, **{name: torch.zeros(keys, dtype=torch.bool)}).isfinite().all())
@@ -77,7 +77,7 @@ def _finite_if_hidden(ctx: Probing, name: str) -> bool:
 
 
 def causality(ctx: Probing) -> Finding | None:
-    """Change later tokens, at ordinary and at larger scales."""
+    """Change later tokens and compare earlier outputs, at ordinary and at larger scales."""
     if not ctx.target.causal:
         return _window(ctx)
     influence = ctx.influence.nan_to_num(0.0)
@@ -91,7 +91,7 @@ def causality(ctx: Probing) -> Finding | None:
 
 
 def _window(ctx: Probing) -> Finding | None:
-    """Find a window that is open on both sides, in a layer whose names indicate causality."""
+    """Find a window that is open on both sides, in a layer whose docstring indicates causality."""
     influence = ctx.influence.nan_to_num(0.0)
     reach = _band(influence <= NOTHING * influence.max())
     doc = str(type(ctx.exact.layer).__doc__ or "").lower()
@@ -101,7 +101,7 @@ def _window(ctx: Probing) -> Finding | None:
 
 
 def _band(unseen: Tensor) -> tuple[int, int] | None:
-    """Return the numbers of visible tokens before and after each one, if all are the same."""
+    """Return how many tokens before and after each token are visible, if equal for all tokens."""
     tokens = len(unseen)
     i, j = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
     for before in range(tokens):
@@ -149,7 +149,7 @@ def _leak(ctx: Probing, scale: float, where: tuple[int, int], seen: list[list[in
 
 
 def past_used(ctx: Probing) -> Finding | None:
-    """Look for visible tokens without influence."""
+    """Look for tokens that should be visible but have no influence."""
     influence = ctx.influence.nan_to_num(1.0)
     unseen = influence <= NOTHING * influence.max()
     pairs = (unseen.tril() if ctx.target.causal else unseen).nonzero().tolist()
@@ -187,7 +187,7 @@ def prefix(ctx: Probing) -> Finding | None:
 
 
 def batch(ctx: Probing) -> Finding | None:
-    """Call each sequence alone, and the batch in another order."""
+    """Call the layer on each sequence alone, and on the batch in reverse order."""
     alone = torch.cat([ctx.call(row[None]) for row in ctx.x])
     if ctx.near(alone, ctx.out) and ctx.near(ctx.call(ctx.x.flip(0)).flip(0), ctx.out):
         return passed("batch")
@@ -198,7 +198,7 @@ def batch(ctx: Probing) -> Finding | None:
 
 
 def equal_tokens(ctx: Probing) -> Finding | None:
-    """Use equal tokens: if rows of weights sum to 1, the mean of equal values is that value."""
+    """Test equal tokens: if rows of weights sum to 1, the mean of equal values is that value."""
     same = ctx.x[:, :1].expand(-1, ctx.tokens, -1)
     out, one = ctx.call(same), ctx.call(ctx.x[:, :1])
     if ctx.near(out, one.expand_as(out)):
@@ -224,7 +224,7 @@ def one_token(ctx: Probing) -> Finding | None:
 
 
 def bent(layer: nn.Module) -> str:
-    """Return the first part that is not linear, apart from norms of queries and keys."""
+    """Return the name of the first nonlinear part, other than norms of queries and keys."""
     for path, child in layer.named_modules():
         last, kind = path.split(".")[-1], type(child).__name__
         leaf = child is not layer and not any(True for _ in child.children())
@@ -235,7 +235,7 @@ def bent(layer: nn.Module) -> str:
 
 
 def order(ctx: Probing) -> Finding | None:
-    """Exchange the tokens before the last one."""
+    """Reverse the order of the tokens before the last one."""
     if ctx.tokens < 3:
         return None
     swapped = ctx.x[:, [*range(ctx.tokens - 2, -1, -1), ctx.tokens - 1]]
@@ -270,7 +270,7 @@ def _idle(ctx: Probing) -> Finding | None:
 
 
 def knows_positions(layer: nn.Module) -> bool:
-    """Return True if any name or line of a layer mentions positions."""
+    """Return True if any name in a layer or any line of its code mentions positions."""
     code = r"arange|cumsum|linspace|roll\(|flip\(|cos\(|conv"
     named = any(POSITIONS.search(name.lower()) for name in names_in(layer))
     return named or re.search(code, class_sources(layer)) is not None
@@ -281,7 +281,7 @@ def weights(ctx: Probing) -> Finding | None:
     option = _weights_option(ctx.target)
     try:
         result = ctx.result(ctx.x, **option)
-    except Failed:  # with weights it may require more arguments
+    except Failed:  # returning weights may require more arguments
         return None
     given = result.weights
     if given is None:

@@ -53,7 +53,7 @@ def check_file(
         target: `FILE.py`, or `FILE.py:Name` if it contains several attention layers.
         arguments: arguments of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
             Expressions such as `"nn.GELU"` or `"Config(d_model=24)"` may use `torch` and the
-            names of the file.
+            names defined in the file.
         call: the call, as typed: `"lambda layer, x, keep: layer(x, keep)"`.
 
     Raises:
@@ -89,7 +89,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def judged(done: Outcome, path: Path, limits: Limits) -> Verdict:
-    """Return the child's findings and its exit as one verdict.
+    """Return the child's findings, and a finding on an early exit if any, as one verdict.
 
     Raises:
         ValueError: the child sent an error message.
@@ -112,7 +112,7 @@ def judged(done: Outcome, path: Path, limits: Limits) -> Verdict:
 
 
 def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
-    """Return the finding on a file whose process ended early."""
+    """Return the finding for a file whose process ended early."""
     rule = "file-crash" if done.ended == "signal" else f"file-{done.ended}"
     known = done.ended == "signal" and done.code in set(signal.Signals)
     code = signal.Signals(done.code).name if known else f"exit code {done.code}"
@@ -122,7 +122,7 @@ def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
 
 
 def _at(stack: str, path: Path) -> str:
-    """Return the innermost line of the file that was running, quoted."""
+    """Return the innermost line of the file that was running when the process ended, quoted."""
     shown = str(path).encode("ascii", "backslashreplace").decode()  # the format of faulthandler
     place = re.search(rf'File "{re.escape(shown)}", line (\d+) in (.*)', stack)
     if place is None:
@@ -173,7 +173,7 @@ def telling(send: Send, path: Path) -> Iterator[None]:
 
 
 def alone(*findings: Finding) -> dict[str, Any]:
-    """Return a message of findings without a verdict."""
+    """Return a message with findings, in a verdict without a subject."""
     return {"verdict": Verdict("", findings).to_json()}
 
 
@@ -192,8 +192,8 @@ def literal(text: str) -> Any:
 
 
 def _valued(name: str, text: str, module: ModuleType) -> Any:
-    """Return the value of a typed argument: an expression if it contains a call or begins with a
-    name of the file, else a literal or a word.
+    """Return the value of a typed argument: evaluated if it contains a call or begins with a name
+    defined in the file, else a literal or the text itself.
 
     Raises:
         ValueError: the expression fails.
@@ -236,11 +236,11 @@ def parsed(path: Path) -> ParsedFile:
 
 
 def load(path: Path, code: CodeType | None = None) -> ModuleType:
-    """Import a file as if it were run from its own directory; in a package, as a module of it.
-    Its imports are also searched in the root of its repository and in `src` there.
+    """Import a file as if run from its own directory; in a package, as a module of that package.
+    Its imports are also looked up in the root of its repository and in the `src` folder there.
 
     Args:
-        code: run instead of the file's text, if given.
+        code: compiled code to run instead of the file's text.
 
     Raises:
         Broken: it is not valid Python, or importing it fails.
@@ -300,7 +300,7 @@ def _failed_import(error: BaseException) -> Finding:
 
 
 def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
-    """Return the object to check: the given name, or the only attention layer of the file.
+    """Return the object to check: the one with the given name, or the file's only attention layer.
 
     Raises:
         ValueError: there is none, or more than one.
@@ -333,7 +333,7 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
 
 
 def candidates(module: ModuleType) -> list[str]:
-    """Return the modules and the functions of (q, k, v) that a file defines, in order."""
+    """Return the names of modules and of functions of (q, k, v) that a file defines, in order."""
     return [
         name
         for name, one in vars(module).items()

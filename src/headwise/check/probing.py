@@ -20,7 +20,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Tolerance for equal outputs, relative to the largest output; 0.1 in half precision. A layer may
 compute its softmax in float32 for any dtype."""
 NOTHING = 1e-10
-"""An influence below this share of the largest counts as zero."""
+"""An influence below this fraction of the largest counts as zero."""
 
 
 class Failed(Exception):
@@ -35,7 +35,7 @@ class Probing:
     """Shared copies and inputs of the probes.
 
     Attributes:
-        target: with its own weights; random: with random ones; exact: the same in float64.
+        target: with its own weights; random: a copy with random ones; exact: that copy in float64.
         x, out: an input of the usual size, and its output from `exact`.
     """
 
@@ -81,7 +81,7 @@ class Probing:
         return float((a - b).abs().max()) <= factor * TOLERANCE.get(b.dtype, 0.1) * size
 
     def changed(self, a: Tensor, b: Tensor) -> bool:
-        """Return True if two outputs differ by more than the order of sums explains."""
+        """Return True if two outputs differ by more than the order of summation explains."""
         return bool((a - b).abs().max() > 1e-6 * b.abs().max().clamp(min=1e-30)) or not bool(
             a.isfinite().all()
         )
@@ -89,7 +89,7 @@ class Probing:
     def example(
         self, label: str, two: Callable[[Target, Tensor], tuple[Tensor, Tensor]], batch: int = 1
     ) -> Example | None:
-        """Return three tokens on which the outputs `two(target, x)`, expected and found, differ:
+        """Return three tokens on which the outputs of `two(target, x)`, expected and found, differ:
         with the layer's own weights, or with random ones if the difference is too small."""
         for target, beside in ((self.target.double(), ""), (self.exact, "; random weights")):
             x = target.input(tokens=3, batch=batch)

@@ -1,9 +1,9 @@
-"""The target of a check, as one callable on x `[B, T, E]`.
+"""The target of a check, as a callable on x `[B, T, E]`.
 
 A `Target` holds a private copy of a layer, its sizes and its call. Inputs besides x have the same
-five names in shown calls and probes: `memory` `[B, S, E]`, `keep` `[B, S]` (True = real token),
+five names in users' calls and probes: `memory` `[B, S, E]`, `keep` `[B, S]` (True = real token),
 `allow` `[T, S]` (True = may attend), `start` (position of the first token) and `past` (the result
-of the last call).
+of the previous call).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Question(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """The output `[B, T, out_dim]` of a call, its attention weights if any, and all it returned."""
+    """The output `[B, T, out_dim]` of a call, its attention weights if any, and its full result."""
 
     out: Tensor
     weights: Tensor | None
@@ -60,7 +60,7 @@ class Target:
     Attributes:
         name: the call that builds it.
         layer: a private copy.
-        call: the way to pass x and named inputs.
+        call: calls the layer on x and named inputs.
         out_dim: the width of the output.
         causal, causal_from: whether later tokens must be hidden, and the reason: "given" by the
             caller, "seen" in the outputs, "named" (a flag, a triangular buffer, "causal" in the
@@ -68,8 +68,8 @@ class Target:
         roles: sizes by role, as given or as read from the layer.
         arguments: the arguments of its constructor.
         rebuild: builds the layer again with other arguments; None for instances.
-        shown: True if the call was shown by the user.
-        observed: phrases of the observed contract.
+        shown: True if the user gave the call.
+        observed: phrases that describe observed behavior.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Target:
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
 
     def source(self, tokens: int = 3, batch: int = 1) -> str:
-        """Return the code that creates this input."""
+        """Return Python code that creates such an input."""
         shape = f"{batch}, {tokens}, {self.embed_dim}"
         return f"torch.manual_seed(0); x = torch.randn({shape}, dtype=torch.float64)"
 
@@ -152,7 +152,7 @@ class Target:
         return replace(self, layer=copied(self.layer))
 
     def double(self) -> Target:
-        """Return a copy in float64; in its own dtype if float64 fails or is not finite."""
+        """Return a copy in float64; in its own dtype if only float64 fails or is not finite."""
         wide = replace(self, layer=to_dtype(copied(self.layer), torch.float64), dtype=torch.float64)
         try:
             finite = bool(wide(wide.input()).isfinite().all())
@@ -202,7 +202,7 @@ def read(raw: Any, x: Tensor, keys: int) -> Result:
 
 
 def tensors_in(raw: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses, in their order."""
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses, in order."""
     parts: Sequence[Any] = ()
     if isinstance(raw, Tensor):
         yield raw
@@ -223,7 +223,7 @@ def copied(layer: nn.Module) -> nn.Module:
     """Return a copy that shares no weights; attributes that cannot be copied are shared."""
     try:
         return copy.deepcopy(layer)
-    except Exception:  # locks, generators and tensors of a graph cannot be copied deeply
+    except Exception:  # locks, generators and non-leaf tensors cannot be deep-copied
         return _copied(layer, {})
 
 
@@ -263,13 +263,13 @@ def to_dtype(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
             if isinstance(value, Tensor):
                 setattr(child, name, cast(value))
             elif isinstance(value, list | tuple) and all(isinstance(v, nn.Module) for v in value):
-                for one in value:  # unknown to PyTorch; another rule reports it
+                for one in value:  # not registered with PyTorch; another rule reports it
                     to_dtype(one, dtype)
     return layer
 
 
 def randomise(layer: nn.Module, seed: int) -> None:
-    """Give every parameter random values: matrices keep the scale of what goes through them,
+    """Give every parameter random values: matrices roughly preserve the scale of their inputs,
     biases are not zero, and gains stay near 1."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -165,7 +165,7 @@ def choices(option: str) -> list[str]:
 
 
 def _step_of(target: str) -> str:
-    """Return the command for a step's file, which its docstring quotes; empty for other files."""
+    """Return the check command quoted in a step file's docstring; empty for other files."""
     path = Path(target)
     text = path.read_text("utf-8", "ignore") if path.is_file() else ""
     match = re.search(r"headwise check --step (\S+) ", text)
@@ -241,7 +241,7 @@ def _waiting() -> Iterator[Report]:
     status = console.status("checking …")
 
     def report(seconds: float) -> None:
-        status.start()  # only after the sandbox has started, as it starts a thread
+        status.start()  # only after the sandbox has started, as this starts a thread
         status.update(f"checking … {seconds:.0f} s")
 
     try:

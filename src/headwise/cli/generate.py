@@ -13,7 +13,7 @@ import typer
 from .terminal import SEEDS
 
 PROMPT = "If the expression is true, the suite is executed, and"
-"""Continued where none is given: the built-in model has learned from texts of this kind."""
+"""The default prompt: the built-in model was trained on texts of this kind."""
 
 NOTE = f"""\
 headwise: the built-in model is a small GPT (3 layers of 4 heads) that has learned from a part of

@@ -21,7 +21,7 @@ from .terminal import Quiet, bar, device_of, dtype_of
 
 PAGE = Path("headwise-trace.html")
 PLACES = 8
-"""Number of prompt tokens printed, by decreasing attention."""
+"""The number of prompt tokens to print, in order of decreasing attention."""
 
 
 def trace(

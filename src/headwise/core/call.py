@@ -42,7 +42,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict that is cleared when it is full, so that its memory is bounded.
+    """A dict that is cleared when it is full, which bounds its memory.
 
     >>> cache = BoundedCache(2)
     >>> for size in (1, 2, 3):
@@ -85,7 +85,7 @@ class PreparedCall:
     tile: Any = None
     """The one `Tile` of calls that PyTorch's kernels accept without a bias."""
     statistics: dict[torch.dtype, PreparedCall] = field(default_factory=dict)
-    """The call without its values, in a dtype of statistics."""
+    """The calls without their values, by the dtype of their statistics."""
     plans: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
     """Backends and plans of `observe()`, by statistics and options."""
     tensors: BoundedCache[Hashable, Tensor] = field(default_factory=BoundedCache)

@@ -63,11 +63,11 @@ def dropped_weights(
     i: Int[Tensor, "t 1"],
     j: Int[Tensor, "1 s"],
 ) -> Bool[Tensor, "B H t s"]:
-    """Return True for the weights of consecutive queries and keys that are dropped.
+    """Return a boolean tensor: True for each dropped weight of consecutive queries and keys.
 
     One draw of 128 bits covers 2 queries and 4 keys. An even query uses the second and the fourth
-    word, an odd one the first and the third. Each word covers two keys, the even one by its low
-    half. A weight is dropped if its half, as a signed number, is below dropped − 2¹⁵.
+    word, an odd one the first and the third. The low half of a word covers the even key, the high
+    half the odd one. A weight is dropped if its half, as a signed integer, is below dropped − 2¹⁵.
     """
     # Enough draws to cover the weights for any start index.
     pairs = i[0] // 2 + torch.arange(i.shape[0] // 2 + 1, device=i.device)
@@ -90,7 +90,7 @@ _GROWTH = 0x9E3779B9, 0xBB67AE85
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute Philox4x32 of counters and keys whose 32-bit words are in int64.
+    """Compute Philox4x32 of counters and keys whose 32-bit words are stored as int64.
 
     >>> zero = torch.tensor(0)
     >>> [f"{int(word):08x}" for word in philox((zero,) * 4, (zero,) * 2)]

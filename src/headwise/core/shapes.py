@@ -1,4 +1,4 @@
-"""The letters of every shape, and shape checks whose messages quote the call.
+"""The letters used in all shapes, and shape checks whose messages quote the call.
 
 `B` batch, `H` query heads, `G` key/value heads, `T` queries, `S` keys, `D` head dimension.
 Tensors are `[B, H, T, D]` and `[B, G, S, D]`; query head `h` reads key/value head `h // (H // G)`.
@@ -19,7 +19,7 @@ from .numbers import as_int, format_value
 class Extent:
     """The sizes of one attention call.
 
-    Query `i` is at key position `i + first_query`. By default that is `i + S − T`, so that the last
+    Query `i` is at key position `i + first_query`. By default that is `i + S − T`, so the last
     query is at the last key.
     """
 
@@ -103,7 +103,7 @@ def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _fault_of(x: object) -> str | None:
-    """Return a description of why something cannot be queries, keys or values."""
+    """Return the reason why something cannot be queries, keys or values."""
     if fault := not_dense(x):
         return fault
     assert isinstance(x, Tensor)
@@ -120,7 +120,7 @@ def _fault_of(x: object) -> str | None:
 
 
 def not_dense(x: object) -> str | None:
-    """Return a description of why something is not a dense tensor."""
+    """Return the reason why something is not a dense tensor."""
     if not isinstance(x, Tensor):
         return f"is a {type(x).__name__}, not a torch.Tensor"
     if x.is_nested:

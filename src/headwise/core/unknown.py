@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-if TYPE_CHECKING:  # type checkers report arguments of it; checks at run time do not support it
+if TYPE_CHECKING:  # type checkers report arguments of type Never; runtime checkers lack it
     from typing import Never as Unknown
 else:
     Unknown = object
@@ -47,8 +47,8 @@ def refuse_unknown(
 ) -> NoReturn:
     """Raise TypeError for the first of the given arguments, which `function` does not have.
 
-    `call` is the beginning of the call; hints in `instead` replace those for `attend`. For other
-    names, the message suggests parameters with a default and names in `shared`.
+    `call` is the start of a call; hints in `instead` replace those of `attend`. For names without
+    a hint, the message suggests parameters with a default and names in `shared`.
 
     >>> refuse_unknown("attend(…", lambda x, mask=None: x, {"is_causal": True})
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Callbacks for trainers: transformers' `Trainer` and Lightning's."""
+"""Callbacks for transformers' `Trainer` and for Lightning's."""
 
 from .trainers import LightningMonitor, MonitorCallback
 

@@ -19,7 +19,7 @@ from ..telemetry.wrappers import hook_steps
 
 
 class _TrainersMonitor(Monitor):
-    """A monitor without a hook: a trainer reports its steps, and stops when it requires so."""
+    """A monitor without a hook: a trainer reports its steps, and stops when the monitor asks."""
 
     stopping = False
 
@@ -30,11 +30,11 @@ class _TrainersMonitor(Monitor):
         self.stopping = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """End a call of the optimizer, which a GradScaler may have skipped."""
+        """Record the end of an optimizer call, whose step a GradScaler may have skipped."""
         self._stepped(optimizer)
 
     def ended(self) -> None:
-        """End a step."""
+        """Record the end of a step."""
         self._end()
 
 
@@ -46,7 +46,7 @@ class _Callback:
     """Hold the settings until the trainer starts, and the monitor while it trains."""
 
     monitor: _TrainersMonitor | None = None
-    """The monitor of the running or last training."""
+    """The monitor of the current or most recent training run."""
 
     def __init__(self, **settings: Any) -> None:
         for name in settings:
@@ -77,14 +77,14 @@ class _Callback:
 
 @cache
 def _kind_of(cls: type, base: type) -> type:
-    """Return a subclass of ours and of a trainer's class, whose package is imported only now."""
+    """Return a subclass of our class and a trainer's, whose package is imported only if needed."""
     return type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
 class MonitorCallback(_Callback):
     """Run a `Monitor` as a callback of transformers' `Trainer`: `callbacks=[MonitorCallback(…)]`.
 
-    Settings are those of `Monitor`; model, optimizer and steps come from the trainer, also when it
+    Settings are those of `Monitor`; model, optimizer and steps come from the trainer, even when it
     resumes from a checkpoint. A rule with `then="stop"` makes the trainer save, then stop.
 
     Raises:
@@ -198,7 +198,7 @@ def _lightning_callback() -> type:
     """Return the class of Lightning's callbacks, from the installed package.
 
     Raises:
-        ImportError: none is.
+        ImportError: neither lightning nor pytorch_lightning is available.
     """
     try:
         from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]

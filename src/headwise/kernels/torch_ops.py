@@ -27,7 +27,7 @@ DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "max")
 """The statistics with a gradient; the backward pass reads those that the forward pass computed."""
 
 Again = Callable[[Problem], list[Tensor]]
-"""Computes the output and the `DIFFERENTIABLE` statistics by differentiable operations."""
+"""Computes the output and the `DIFFERENTIABLE` statistics with differentiable operations."""
 
 
 def compute(
@@ -260,7 +260,7 @@ def _gradient_by_operator(
 
 
 def _saved(rows: Sequence[Tensor | None], saved: int, ctx: Any) -> list[Tensor | None]:
-    """Return the statistics that the backward pass reads; mark the others as without gradient."""
+    """Return the statistics that the backward pass reads; mark the others as non-differentiable."""
     found = dict(zip(STATISTICS, rows, strict=True))
     read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and saved & BIT[name]}
     rest = [x for name, x in found.items() if x is not None and name not in read]

@@ -73,7 +73,7 @@ class HeadNorm(nn.RMSNorm):
         self.register_load_state_dict_pre_hook(_keep_eps)
 
     def get_extra_state(self) -> Tensor:
-        """Return the eps, as a tensor that every file format of tensors can hold."""
+        """Return the eps as a tensor, which every file format for tensors can hold."""
         return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -111,7 +111,7 @@ class MultiHeadAttention(nn.Module):
             `load_state_dict` sets it.
         softcap: scores become `softcap * tanh(score / softcap)`.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
-        sinks: one learned logit per head, `layer.sinks` `[H]`, which gets a share of every row's
+        sinks: one learned logit per head, `layer.sinks` `[H]`, which takes part of every row's
             attention and contributes no value (as in GPT-OSS).
         backend: as in `attend()`.
 
@@ -251,7 +251,7 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(out_rows, self.out_dim, bias=self.out_bias, **factory)
 
     def reset_parameters(self) -> None:
-        """Reinitialize: q, k, v and out Xavier uniform each, biases and sinks 0, norms 1."""
+        """Reinitialize q, k, v and out by Xavier uniform, biases and sinks to 0, norms to 1."""
         weights = [self.out.weight]
         if self.head_shard is not None:
             weights += self.head_shard.weights(self)
@@ -292,7 +292,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             ValueError: shapes do not fit the layer or each other; a layer with its own `kv_dim`
-                gets no context; a context is given together with a cache (which continues one
+                has no context; a context is given together with a cache (which continues one
                 text) or with RoPE (x and context have no common positions); or the cache or
                 `attend()` raises it.
             TypeError: an unknown argument, such as PyTorch's `is_causal` or a third tensor; the
@@ -519,7 +519,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def fault_of_torch(mha: object) -> str | None:
-    """Return the reason why a module cannot be replaced by a layer of headwise."""
+    """Return the reason why a module cannot be replaced with headwise's layer."""
     if type(mha) is not nn.MultiheadAttention:
         return "give an nn.MultiheadAttention; a subclass may compute something different"
     if mha.bias_k is not None:

@@ -18,7 +18,7 @@ from ..core.numbers import as_int, fault_of_flags, format_value, real
 from ..core.shapes import not_dense
 
 SHORT = 4096
-"""The last position in the table of all rows; beyond it, the rows of the last few calls are kept.
+"""The length up to which a table starts at position 0; beyond it, each call has its own table.
 """
 
 _NEEDS = {
@@ -35,12 +35,12 @@ _OPTIONAL = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_
 
 
 class RoPE:
-    """Rotary positions as a value without parameters, which all layers can share.
+    """Rotary positions, as an object without parameters that all layers can share.
 
     Args:
         dim: the number of leading features of a head that are rotated (even); the other features
             pass unchanged.
-        base: the longest wavelength is near `2π * base` tokens (`rope_theta` in configs).
+        base: `rope_theta` in configs; the longest wavelength is near `2π * base` tokens.
         interleaved: which features form a pair. False: i and i + dim/2 (Hugging Face's Llama);
             True: 2i and 2i + 1 (the paper, and Meta's own weights).
         scaling: None, or a mapping with the keys of Hugging Face configs: `rope_type` (or the
@@ -307,7 +307,7 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate features 2i and 2i + 1 of x `[B, H, T, dim]` by a product of complex numbers.
 
-    If the memory layout allows it, that is several times as fast as strided halves.
+    Strided halves, several times as slow, are used if the memory layout does not allow that.
     """
     even = x.stride(-1) == 1 and not any(s % 2 for s in (*x.stride()[:-1], x.storage_offset()))
     if even and not torch.compiler.is_compiling():  # compilers support complex numbers poorly

@@ -15,7 +15,7 @@ from .attention import MultiHeadAttention, fault_of_torch
 
 
 def replace_attention_(model: nn.Module) -> tuple[str, ...]:
-    """Replace every `nn.MultiheadAttention` in a model by headwise's layer.
+    """Replace every `nn.MultiheadAttention` in a model with headwise's layer.
 
     The new modules share the old parameters under the same names, so optimizers, tied weights and
     checkpoints stay valid. They take the same arguments, `(query, key, value, key_padding_mask,
@@ -32,7 +32,7 @@ def replace_attention_(model: nn.Module) -> tuple[str, ...]:
 
     Raises:
         ValueError: the model has no such module, or is one itself; or a module uses `add_bias_kv`
-            or `add_zero_attn`, is of a subclass, or has hooks. Nothing is replaced then.
+            or `add_zero_attn`, is of a subclass, or has hooks. In that case, nothing is replaced.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, batch_first=True), 2)
     >>> x = torch.randn(2, 7, 24)
@@ -83,7 +83,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
     in_proj_bias: Tensor | None
     out_proj: nn.Linear
     _qkv_same_embed_dim = False
-    """PyTorch's encoder layers read it, and call modules without it instead of fusing them."""
+    """PyTorch's encoder layers read it; if it is False, they call the module and do not fuse it."""
 
     def __init__(self, mha: nn.MultiheadAttention) -> None:
         bias = mha.in_proj_bias is not None
@@ -98,7 +98,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
         """Create nothing: the parameters come from PyTorch's module."""
 
     def reset_parameters(self) -> None:
-        """Reinitialize: separate Xavier uniform for q, k, v and out; biases 0."""
+        """Reinitialize q, k, v and out by Xavier uniform, each separately, and biases to 0."""
         with torch.no_grad():
             weights = (*self._weights(), self.out_proj.weight) if self._parameters else ()
             for weight in weights:  # none while the layer is built
@@ -124,7 +124,7 @@ class TorchMultiHeadAttention(MultiHeadAttention):
             query: `[B, T, embed_dim]`, `[T, B, embed_dim]` without `batch_first`, or
                 `[T, embed_dim]`; key and value likewise, with widths kdim and vdim.
             key_padding_mask: `[B, S]` or `[S]`, bool or float.
-            need_weights: also return the weights, a matrix `[T, S]` per head, which is not built
+            need_weights: also return the weights; their matrix `[T, S]` per head is not built
                 otherwise.
             attn_mask: `[T, S]` or `[B·num_heads, T, S]`, bool or float.
             average_attn_weights: return the mean of the weights over heads.

@@ -27,7 +27,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes of an incomplete
 
 @dataclass(frozen=True)
 class Generation:
-    """The continuation of one prompt, and the reason for its end.
+    """The continuation of one prompt, and the reason why it ended.
 
     `reason` is `"length"` (`max_new_tokens`), `"end"` (the model's end of text), `"stop"` (a stop
     string) or `"context"` (no position is left). `ids` are the new tokens without the end of text;
@@ -208,12 +208,12 @@ def stream(
     tokenizer: Tokenizer | None = None,
     use_cache: bool = True,
 ) -> Iterator[Piece]:
-    """Generate token by token: `generate` as an iterator of `Piece`.
+    """Generate token by token: `generate` as an iterator of `Piece` objects.
 
     Arguments are checked immediately, before the first piece is generated.
 
     Raises:
-        ValueError: as `generate`.
+        ValueError: as in `generate`.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     _check_count("max_new_tokens", max_new_tokens)
@@ -254,7 +254,7 @@ class _Row:
         return self.prompt + self.new
 
     def take(self, id: int, end: int | None) -> Piece:
-        """Append a token; return the text that is final since the last piece."""
+        """Append a token; return a piece with the text that became final since the last one."""
         if id == end:
             return self._last(id, self.new, self._decode(self.new), "end")
         self.new.append(id)
@@ -319,7 +319,7 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
 def _next_logits(
     model: GPT, rows: Sequence[_Row], cache: list[KVCache] | None
 ) -> Float[Tensor, "B V"]:
-    """Compute the logits after the last token of each row; a filled cache runs only that token."""
+    """Compute the logits after the last token of each row; with a filled cache, only it is run."""
     device = model.transformer.wte.weight.device
     lengths = torch.tensor([len(row.ids) for row in rows])
     past = cache[0].length if cache is not None else 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TrainingRanks:
-    """A single training process; the base class for several, each with a share of the model.
+    """A single training process; the base class for several, each with a part of the model.
 
     rank, size: the number of this process, and the number of processes.
     """
@@ -42,7 +42,7 @@ class TrainingRanks:
         return model
 
     def full_model(self, model: GPT) -> GPT:
-        """Gather the model of all shards; every rank must call this."""
+        """Gather the model from all shards; every rank must call this."""
         return model
 
     def shared(self, make: Callable[[], _T]) -> _T:
@@ -64,10 +64,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a run; the defaults give induction heads within minutes on two cores.
+    """Settings of a run; with the defaults, induction heads form within minutes on two cores.
 
-    `repeats` is the share of rows that repeat random tokens. `sinusoid_std` and `sinusoid_base`
-    are parameters of the initial position table of `sinusoids`.
+    `repeats` is the fraction of rows that repeat random tokens. `sinusoid_std` and `sinusoid_base`
+    are the `std` and `base` of the initial position table (`sinusoids`).
 
     Raises:
         ValueError: a setting is out of range.
@@ -124,7 +124,7 @@ class TrainConfig:
             raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate: linear warm-up, then a cosine down to 0 at the last step.
+        """Return the learning rate: linear warm-up, then cosine decay to 0 after the last step.
 
         >>> config = TrainConfig(steps=110, warmup=10, lr=1.0)
         >>> [round(config.learning_rate(step), 2) for step in (0, 9, 60, 109)]
@@ -284,7 +284,7 @@ class Run:
         self._remove_other(folder)
 
     def _remove_other(self, folder: Path) -> None:
-        """Remove the checkpoint of one process, or that of several ranks."""
+        """Remove the checkpoint in the format that this run does not write."""
         if self.ranks.size == 1:
             checkpoint.remove_sharded(folder)
         else:
@@ -403,7 +403,7 @@ def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=0.0,
-        initializer_range=config.width**-0.5,  # GPT-2's 0.02 suits width 768 but is slow for 128
+        initializer_range=config.width**-0.5,  # GPT-2's 0.02 suits width 768; it is slow at 128
         bos_token_id=end,
         eos_token_id=end,
     )

@@ -110,7 +110,7 @@ def _gathered(k: Tensor, v: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 _BY_POSITION = (Everything, Causal, Window, Padding, Documents, Prefix, ALiBi)
-"""Masks that depend only on positions and keys, and so fit any part of the queries."""
+"""Masks that depend only on positions and keys, and so apply to any part of the queries."""
 
 
 def _parts(q: Tensor, keys: Tensor, mask: Mask, mesh: DeviceMesh) -> list[tuple[Tensor, Mask, int]]:
@@ -137,7 +137,7 @@ def _by_position(mask: Mask) -> bool:
 
 
 def context_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
-    """Return the styles by which `parallelize_module` shards sequences over ranks.
+    """Return the styles with which `parallelize_module` shards sequences over ranks.
 
     The model then takes each rank's part, `hw.parallel.shard(ids, mesh)`, and returns the outputs
     of that part. Code that depends on positions, such as `GPT(…, positions=…)`, needs
@@ -159,7 +159,7 @@ def context_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
 
 
 class ContextParallel(ParallelStyle):
-    """A `MultiHeadAttention` attends from this rank's positions to all; its input is sharded.
+    """A style: a `MultiHeadAttention` with sharded input attends from this rank's positions to all.
 
     Raises, when it is applied:
         ValueError: the module is not a `MultiHeadAttention`, or its rotary positions depend on the

@@ -1,4 +1,4 @@
-"""Attention to keys that are sharded over ranks: results merge by their log-sum-exps."""
+"""Attention to keys that are sharded over ranks: results are merged by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SeenOfAll:
         return self.readings[name]
 
     def table(self) -> list[dict[str, float | int]]:
-        """Return a row per head: the mean over batch and valid queries; the max of `max_logit`."""
+        """Return a row per head: means over batch and valid queries; the max for `max_logit`."""
         rows = table_rows(self.readings, self.lse.shape[1])
         return [{"head": head, **row} for head, row in enumerate(rows)]
 
@@ -87,7 +87,7 @@ def observe_split_keys(
         mesh: the ranks, one axis.
         first_key: the position of this rank's first key.
         first_query: the position of the first query.
-        mask: for the keys of this rank, by their index on this rank. Masks that depend on positions
+        mask: a mask on this rank's keys, by their index on the rank. Masks that depend on positions
             only (`Causal`, `Window`, `ALiBi`) are the same for all ranks, also in `Mass`.
         sinks: learned sinks; they count once.
         keywords: other arguments of `hw.observe`, except `queries`.
@@ -137,7 +137,7 @@ def _merged(
     sinks: Tensor | None,
     mesh: DeviceMesh,
 ) -> SeenOfAll:
-    """Merge the results of all ranks: `statistics` as requested, and for the keys of this rank."""
+    """Merge the results of all ranks; `statistics` pairs each requested one with this rank's."""
     lse = seen.lse.to(torch.promote_types(seen.lse.dtype, torch.float32))
     largest = [name for one, _ in statistics if isinstance(one, _MAXIMA) for name in one.names]
     every, *maxima = _all_gather([lse, *(seen[name].to(lse.dtype) for name in largest)], mesh)
@@ -180,7 +180,7 @@ def _merged(
 def _summands(
     name: str, reading: Reading | None, valid: Tensor, weight: Tensor
 ) -> dict[str, Tensor]:
-    """Return the summands of a statistic on this rank, its rows, and the rows of its mean."""
+    """Return this rank's summands of a statistic, of its rows, and of the rows in its mean."""
     if reading is None:
         values = rows = torch.zeros_like(weight)
     else:

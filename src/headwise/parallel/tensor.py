@@ -31,10 +31,10 @@ from .sections import Sections, local_part, shard_parameter
 
 
 def plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
-    """Return the styles by which `parallelize_module` shards a model's heads over ranks.
+    """Return the styles with which `parallelize_module` shards a model's heads over ranks.
 
     Every `MultiHeadAttention` gets `HeadParallel`, GPT-2's feed-forward part `ColumnParallel` and
-    `RowParallel`; activations between them are the same on every rank. A model computes the same
+    `RowParallel`; activations between them are the same on every rank. The model computes the same
     outputs, gradients and statistics as on one rank, up to rounding, and its `state_dict` has the
     same names and shapes.
 
@@ -118,7 +118,7 @@ class ColumnParallel(_ShardedLinear):
 class RowParallel(_ShardedLinear):
     """Shard the inputs of a Linear, or of GPT-2's Conv1D; each rank reads `[..., I/R]`.
 
-    The outputs of all ranks are summed, with the bias once.
+    The outputs of all ranks are summed, and the bias is added once.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class HeadParallel(ParallelStyle):
     """Shard the heads of a `MultiHeadAttention`: each rank attends with some of them.
 
     With fewer key/value heads than ranks, every rank has all of them and uses those that its query
-    heads read. Tables have head numbers of the whole layer.
+    heads read. Tables number the heads as in the whole layer.
 
     Raises, when it is applied:
         ValueError: the heads do not divide by the ranks, or the class of the layer is unsupported.
@@ -240,7 +240,7 @@ class HeadShard:
 
     @contextmanager
     def own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Use different random numbers on each rank in a `with` block; afterwards all ranks agree.
+        """Use different random numbers on each rank in a `with` block; then all ranks agree again.
 
         The seed comes from the CPU's generator, which is in the same state on all ranks.
         """

@@ -13,13 +13,13 @@ from ..research.circuits import Composition, circuits
 from .schema import Layer
 
 LIMIT = 2e10
-"""The largest heads × parameters for which heads are composed: seconds on two cores."""
+"""The largest heads × parameters for which compositions are computed: seconds on two cores."""
 
 STRONGEST = 300
-"""The number of pairs that are kept of each kind."""
+"""The number of pairs kept of each kind."""
 
 OF_EACH = 2
-"""The number of pairs that are kept of each head besides: of those in which it writes, and of those
+"""The number of pairs kept for each head in any case: of those in which it writes, and of those
 in which it reads."""
 
 
@@ -36,9 +36,9 @@ def composition(
         modules: the qualified name of each layer's module.
 
     Returns:
-        `K`, `Q` and `V`: lists of `[writer, reader, score]`, indices into `rows`, the largest score
+        `K`, `Q` and `V`: lists of `[writer, reader, score]`, as indices into `rows`, largest score
         first. `unrelated`: the expected score of two random heads, `1 / √E`. Only heads that read
-        the stream that the writer writes into are paired. Otherwise `reason`.
+        the stream that the writer writes into are paired. If there are no pairs, only `reason`.
     """
     if len(layers) < 2:
         return {"reason": "a single layer"}
@@ -59,7 +59,7 @@ def composition(
         scores = {
             kind: found.composition(kind)[known][:, known].cpu() for kind in get_args(Composition)
         }
-    except Exception as error:  # a foreign model may do anything, and the rest of the look is there
+    except Exception as error:  # any model may fail here; the rest of the look is still valid
         return {"reason": f"not available ({error})"}
     of = [layers[rows[head]["layer"]] for head in heads]
     writes, read = (torch.tensor(side) for side in ([o.queries for o in of], [o.keys for o in of]))

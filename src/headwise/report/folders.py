@@ -1,4 +1,4 @@
-"""Read model folders: of any architecture with `transformers`, and of GPT-2 without it."""
+"""Read model folders: GPT-2 without `transformers`, any other architecture with it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ON_THE_HUB = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(.+)")
 _CARD = "README.md"
 _COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks|stages|experts|labels)$")
-MOST_LABELS = 1_000_000  # labels without weights, as in a model stored without its head
-LONGEST_NAME = 60  # the longest heading of a model card, in letters, that is used as a name
+MOST_LABELS = 1_000_000  # labels may have no weights: a model can be stored without its head
+LONGEST_NAME = 60  # the longest heading of a model card, in characters, that is used as a name
 
 
 def folder_of(model: str | Path) -> Path:
@@ -59,7 +59,7 @@ def folder_of(model: str | Path) -> Path:
 
 
 def _cache() -> Path:
-    """Return the folder of Hugging Face's cache, by its documented environment variables."""
+    """Return Hugging Face's cache folder, as set by its documented environment variables."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -211,7 +211,7 @@ def _class_of(transformers: Any, folder: Path, config: dict[str, Any], name: str
 
 
 def _check_weights(folder: Path, loading_info: dict[str, Any]) -> None:
-    """Raise FolderError if weights are missing, as transformers would initialize them at random.
+    """Raise FolderError for missing or mismatched weights, which would be initialized at random.
 
     Poolers are exempt: they come after the attention, and base models are often stored without one.
     """
@@ -224,7 +224,7 @@ def _check_weights(folder: Path, loading_info: dict[str, Any]) -> None:
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Raise errors of `transformers` as a FolderError of one line."""
+    """Re-raise errors of `transformers` as a FolderError with a one-line message."""
     try:
         yield
     except FolderError:

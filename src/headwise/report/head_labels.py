@@ -1,7 +1,7 @@
-"""Label heads by rules that are data.
+"""Label heads by declarative rules.
 
 A rule compares a metric of a head with a threshold. A head may have several labels, or none.
-Metrics are means over the valid queries that have such a key; their share of all queries is the
+A metric averages the valid queries for which it is defined; their fraction of all queries is its
 coverage.
 
 Sources: Clark et al. 2019 (previous and next token, `[CLS]`, separators, delimiters, broad heads),
@@ -11,7 +11,7 @@ Tiedemann 2018 (local heads), Dosovitskiy et al. 2020 (mean attention distance).
 are from these papers; the thresholds, on means of exact weights, are headwise's, except for sinks.
 
 With randomly initialized weights, attention is uniform to within `UNEVEN` nats. In a short text,
-uniform attention puts much weight on the first token and on other single tokens, which is no
+uniform attention puts much weight on the first token and on other single tokens, which is not a
 property of a head. Such labels, and `broad`, therefore require attention at least `UNEVEN` nats
 from uniform.
 """
@@ -56,14 +56,14 @@ NOT_EVALUATED = "not evaluated"
 """The name of a head without a label, if some rules could not be evaluated."""
 
 MIN_COVERAGE = 0.1
-"""The minimal coverage: rules on metrics with a lower coverage are not evaluated."""
+"""The minimum coverage: rules on metrics with a lower coverage are not evaluated."""
 
 OFFSETS = (1, -2, 2, -3, 3)
 """The fixed offsets of positional heads; −1 and 0 have their own labels."""
 
 UNEVEN = 0.35
 """The entropy gap in nats above which attention is not called uniform. It was smaller for all heads
-of models with random weights of deviation 0.02 and widths from 64 to 2,048 (docs/watching.md)."""
+of models with random weights (σ = 0.02) and widths from 64 to 2,048 (docs/watching.md)."""
 
 LARGEST_GAP = 1e3  # of a head that attends to a single key
 
@@ -100,7 +100,7 @@ class LabelRule:
         return (self.key,) if self.given is None else (self.key, self.given[0])
 
     def holds(self, figures: Mapping[str, Any]) -> bool:
-        """Return True if the rule holds for these metrics, none of which must be missing."""
+        """Return True if the rule's metrics are all known and satisfy it."""
         conditions = [(self.key, self.sign, self.threshold), *([self.given] if self.given else [])]
         return all(_meets(figures, *condition) for condition in conditions)
 
@@ -220,14 +220,14 @@ RULES: tuple[LabelRule, ...] = (
         given=_NOT_EVEN,
     ),
 )
-"""The rules, in the order of a head's labels; if there is room for one, the first is shown."""
+"""The rules, in the order of a head's labels; if there is room for only one, the first is shown."""
 
 
 @dataclass(frozen=True)
 class Label:
     """A label of a head: the metric `key` that gave it, its score and the threshold of its rule.
 
-    `coverage` is the share of queries for which `key` is defined.
+    `coverage` is the fraction of queries for which `key` is defined.
     """
 
     label: str
@@ -256,7 +256,7 @@ class HeadName:
 
     @property
     def label(self) -> str:
-        """The first label; without one `not evaluated` or, if nothing is missing, `unlabeled`."""
+        """The first label, if any; else `not evaluated` or, if nothing is missing, `unlabeled`."""
         if self.labels:
             return self.labels[0].label
         return NOT_EVALUATED if self.missing else NO_LABEL
@@ -298,7 +298,7 @@ def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
 
 
 def derived(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Compute the metrics of rules that follow from others.
+    """Compute the metrics that follow from other metrics.
 
     `near` is the weight on keys at most three tokens away, the query's own included: the sum of the
     weights at these distances, each times its coverage. `entropy_gap` is how far entropy lies below
@@ -325,7 +325,7 @@ def derived(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def unevaluated_labels(figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the labels whose rules all lack metrics, except those of encoders only."""
+    """Return the labels whose rules all lack metrics, except labels that only encoders have."""
     figures = {**derived(figures), **figures}
     evaluated = {rule.label for rule in RULES if all(_known(figures, key) for key in rule.keys)}
     every = dict.fromkeys(rule.label for rule in RULES if not rule.encoders)
@@ -337,7 +337,7 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
 
     Rules whose metrics were not observed are left out, and their labels are in `missing`: a head
     without a label is then called `not evaluated`. Induction and duplicate tokens are evaluated on
-    repeated random tokens, where meaning does not help, if given, else on the text (see
+    repeated random tokens if given, as meaning does not help there, else on the text (see
     `Label.key`).
 
     Args:

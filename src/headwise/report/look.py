@@ -1,4 +1,4 @@
-"""`look()`: a report on every head of a model on a text."""
+"""`look()`: a report on what every head of a model does on a text."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from .subjects import subject_of
 Report = Callable[[str, float], None]
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 ABLATION_LIMIT = 1e11
-"""The largest heads × parameters × tokens for which heads are ablated by default: seconds."""
+"""The largest heads × parameters × tokens for which heads are ablated by default, in seconds."""
 
-EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in subword tokens, 0.07 in letters
+EQUAL_PAIRS = 0.1  # fraction of pairs; prose has 0.01 to 0.03 for subword tokens, 0.07 for letters
 
 
 def look(
@@ -101,8 +101,8 @@ def look(
             `transformers` loaded it, or its class.
         title: the title of the page. Default: both names.
         report: a function that is called with the current task (`"looking"`, `"importance"`,
-            `"ablation"`) and the share that is done, if the number of texts is known.
-        over_ranks: share the texts between the ranks of the default process group. Every rank must
+            `"ablation"`) and the completed fraction, if the number of texts is known.
+        over_ranks: divide the texts among the ranks of the default process group. Every rank must
             call this with all texts, and gets the same result as a single process would.
 
     Raises:
@@ -184,7 +184,7 @@ def look(
 def _collect_all(
     subject: Subject, samples: Samples, seed: int, report_progress: Report, shared: Ranks
 ) -> tuple[Collected, Sample, dict[str, Any]]:
-    """Run the model on all texts and on repeated random tokens; return data, first text, facts."""
+    """Run the model on all texts and repeated tokens; return the data, the first text and facts."""
     first, repeats = samples.first, subject.repeats(seed)
     places = survey(subject.model, lambda: subject.logits(first))
     resolution = resolution_of(places)
@@ -196,7 +196,7 @@ def _collect_all(
         drawn = resolution if sample is first else None
         gathered = partial(collect, subject.model, sample, collected, resolution=drawn)
         losses = _run(subject, sample, gathered)
-        if losses is None and subject.loss_of:  # from a separate forward, with masked tokens
+        if losses is None and subject.loss_of:  # from a separate forward pass, with masked tokens
             losses = subject.losses(sample)
         if losses is not None:
             total, number = total + float(losses.sum()), number + losses.numel()
@@ -229,7 +229,7 @@ def _on_repeats(subject: Subject, repeats: Sample | None, collected: Collected) 
 
 
 def _on_a_short_repeat(subject: Subject, seed: int, collected: Collected) -> list[Stream]:
-    """Run the model on one short repeated piece and keep its maps; return its tokens."""
+    """Run the model on one short repeated sequence and keep its maps; return its tokens."""
     heads = sum(layer.heads for layer in collected.layers)
     repeat = subject.repeats(seed, 1, short_period(heads), legible=True)
     if repeat is None:
@@ -308,7 +308,7 @@ def _require_reiterable(samples: Samples) -> None:
 def _facts_of(
     subject: Subject, first: Sample, texts: tuple[int, int], unseen: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the facts about the model and the texts, such as the numbers read and skipped."""
+    """Return facts about the model and the texts, such as the numbers of texts read and skipped."""
     model, (read, short) = subject.model, texts
     weights = next(model.parameters())
     notices = _truncated(first, subject), _vocabulary_mismatch(subject), _repetitive(first)
@@ -356,7 +356,7 @@ def _vocabulary_mismatch(subject: Subject) -> str | None:
 
 
 def _skipped_modules(left_out: dict[str, str]) -> list[str]:
-    """Return a sentence for each kind of modules whose attention is not shown."""
+    """Return a sentence for each kind of module whose attention is not shown."""
     kinds: dict[str, list[str]] = {}
     for name in left_out:
         kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
@@ -369,7 +369,7 @@ def _skipped_modules(left_out: dict[str, str]) -> list[str]:
 def _repetitive(first: Sample) -> str | None:
     """Return the notice that a text has few different tokens, or None.
 
-    Uniform attention puts on equal tokens the share of pairs of positions with equal tokens.
+    Uniform attention's weight on equal tokens is the fraction of position pairs with equal tokens.
     """
     ids = first.parts[0].ids
     if ids is None:

@@ -25,7 +25,7 @@ class Plain(TokenSubject):
     def __init__(self, model: nn.Module, tokenizer: Any, context: int | None) -> None:
         super().__init__(model, context)
         self.words = tokenizer_of(tokenizer, add_special=False)
-        # Without a tokenizer size, the first embedding table is usually that of the tokens.
+        # If the tokenizer has no size, use the first embedding table, usually that of the tokens.
         tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
         size = self.words.size or (tables[0] if tables else None)
         if size is None:
@@ -62,7 +62,7 @@ class Plain(TokenSubject):
         return cross_entropy(logits[:, :-1], sample.labels[:, 1:])
 
 
-HIDDEN = 0.15  # the share of tokens that are masked (Devlin et al. 2018)
+HIDDEN = 0.15  # the fraction of tokens that are masked (Devlin et al. 2018)
 WRITTEN = 48  # tokens that an encoder–decoder model generates if no target is given
 
 _LENGTHS = (
@@ -131,7 +131,7 @@ class Text(TransformersSubject):
         return cross_entropy(logits[:, :-1], sample.labels[:, 1:])
 
     def _losses_of_hidden(self, sample: Sample) -> Tensor:
-        """Return the losses on some hidden tokens of a text, the same ones each time."""
+        """Return the losses on some masked tokens of a text, the same ones each time."""
         ids, special = sample.inputs["input_ids"], set(sample.parts[0].stream.special)
         places = torch.tensor([n for n in range(ids.shape[1]) if n not in special])
         generator = torch.Generator().manual_seed(self.seed)
@@ -191,7 +191,7 @@ class EncoderDecoder(TransformersSubject):
         return cross_entropy(logits, sample.labels)
 
     def _labels(self, ids: Tensor, name: str) -> tuple[Tensor, list[str] | None]:
-        """Return the decoder's target `[1, T]` and its text, cut where tokens end."""
+        """Return the decoder's target `[1, T]` and its text, split into tokens."""
         if self.target is not None:
             encoded = self.words.encode(self.target, self.limit, target=True)
             if len(encoded.ids) < 2 or max(encoded.ids) >= self.vocab:

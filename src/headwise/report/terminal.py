@@ -1,4 +1,4 @@
-"""The output of a look in a terminal: a table with a few lines above and below."""
+"""The terminal output of a look: a table with a few lines above and below."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def label_lines(look: Look, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def format_metric(value: float) -> str:
-    """Format a metric to two decimals, large ones to one.
+    """Format a metric to two decimals, or to one if it is large.
 
     >>> format_metric(0.126), format_metric(12.34)
     ('0.13', '12.3')
@@ -81,7 +81,7 @@ def format_metric(value: float) -> str:
 
 
 def format_difference(value: float) -> str:
-    """Format a difference with its sign; one that would round to 0, to its first digit.
+    """Format a difference with its sign; one that would round to 0, to one significant digit.
 
     >>> [format_difference(value) for value in (0.126, -0.0021, 3e-7, 0.0)]
     ['+0.13', '-0.002', '+3e-7', '0']
@@ -160,7 +160,7 @@ def _drawn(
 
 
 def _theme() -> str:
-    """Return `light` or `dark`, by the environment variable COLORFGBG."""
+    """Return `light` or `dark`, according to the environment variable COLORFGBG."""
     ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return "light" if ground in ("7", "15") else "dark"
 
@@ -214,7 +214,7 @@ def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> t
 
 
 def module_lines(look: Look) -> list[str]:
-    """Return the modules of the layers by type; an empty text if all have one type."""
+    """Return the modules of the layers by type; an empty list if all have the same type."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for number, layer in enumerate(look.layers):
         kinds.setdefault(re.sub(r"\d+", "*", layer.name), []).append((number, layer.name))
@@ -227,7 +227,7 @@ def module_lines(look: Look) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Abbreviate consecutive numbers.
+    """Format sorted numbers, with consecutive ones abbreviated to ranges.
 
     >>> _ranges([0, 1, 2, 5, 7, 8])
     '0–2, 5, 7–8'

@@ -36,31 +36,31 @@ def trace(
 ) -> Trace:
     """Generate a text and record how much each of its tokens attended to each token of the prompt.
 
-    The model generates by its own `generate`, with its own cache and attention kernel, and gives
-    what it gives without. For a generated token, the weights are those of the query that predicted
-    it: one row of P per head, exact, and in the prompt's pass only the last. Rows are summed as
-    they come, so that memory does not grow with generated tokens × heads × the prompt.
+    The model generates with its own `generate`, cache and attention kernel, and its output is the
+    same as without tracing. The weights of a generated token are those of the query that predicted
+    it: one exact row of P per head; in the pass over the prompt, only the last row. Rows are summed
+    immediately, so memory does not grow with generated tokens × heads × prompt length.
 
     Args:
         model: a causal model of transformers, or a `headwise.models.GPT`.
-        tokenizer: of any kind; None if the prompt is given as token ids.
+        tokenizer: a tokenizer of any kind; None if the prompt is given as token ids.
         prompt: a text; messages, as a list of dicts for the tokenizer's chat template; token ids,
-            as a list or a tensor `[T]` or `[1, T]`; or what `generate` takes, as a dict with
-            `input_ids`, such as what a processor gives of a text with images.
-        max_new_tokens: the maximal number of generated tokens.
-        segments: parts of the prompt, as in `hw.Segments`; or, by name, a text that occurs in it.
-            If none are given, messages are segments, or images, by the model's image token.
-        sinks: how many tokens at the prompt's start are attention sinks (Xiao et al. 2023):
-            counted apart, and in no segment and no picture.
+            as a list or a tensor `[T]` or `[1, T]`; or the inputs of `generate`, as a dict with
+            `input_ids`, such as a processor's output for a text with images.
+        max_new_tokens: the maximum number of tokens to generate.
+        segments: parts of the prompt, as in `hw.Segments`; or, by name, texts that occur in it.
+            By default, the messages or, if there are none, the images (by the model's image token).
+        sinks: the number of tokens at the prompt's start that are attention sinks (Xiao et al.
+            2023); they are counted separately and left out of segments and pictures.
         heads: heads whose rows are kept for each generated token, such as `["L1H0"]`.
-        weights: of each head, `[L, H]`, in the sum over heads, such as `fit_weights()` gives; by
+        weights: each head's weight in the sum over heads, `[L, H]`, as from `fit_weights()`; by
             default 1.
-        options: more for `generate`, such as `do_sample=False`.
+        options: further options of `generate`, such as `do_sample=False`.
 
     Raises:
-        ValueError: a model that does not generate, or is an encoder–decoder; a prompt that is none;
-            a text that does not occur in the prompt; heads that there are not; generation that is
-            not of one text token by token: beams, assisted decoding, no cache.
+        ValueError: the model cannot generate or is an encoder–decoder; the prompt is invalid; a
+            segment's text does not occur in the prompt; a head does not exist; or generation is not
+            token by token for a single text, as with beams, assisted decoding or no cache.
 
     >>> import torch, headwise as hw
     >>> from headwise.models import builtin, load
@@ -103,11 +103,11 @@ def trace(
     return _traced(words, given, ids, recorder, modules, net.numbers, places, left_out)
 
 
-# --- what is given ---------------------------------------------------------------------------
+# --- inputs ----------------------------------------------------------------------------------
 
 
 def _segments(quoted: str, model: nn.Module, prompt: Prompt, given: Any) -> Segments | None:
-    """Return the segments of a prompt: those that are given, or its messages, or its images."""
+    """Return the given segments of a prompt or, by default, its messages or its images."""
     if isinstance(given, Segments):
         found = given
     elif given or prompt.messages:
@@ -133,7 +133,7 @@ def _segments(quoted: str, model: nn.Module, prompt: Prompt, given: Any) -> Segm
 def _generate(
     quoted: str, model: Any, prompt: Prompt, max_new_tokens: int, options: Mapping[str, Any]
 ) -> list[int]:
-    """Let the model generate; return the new ids, the end of text included."""
+    """Generate with the model; return the new ids, including the end of text."""
     given: dict[str, Any] = {"max_new_tokens": max_new_tokens, **options}
     if isinstance(model, gpt.GPT):
         (done,) = generation.generate(model, [prompt.ids], **given)
@@ -158,11 +158,11 @@ def _generate(
     return rows[0, len(prompt.ids) :].tolist()
 
 
-# --- what is recorded ------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------
 
 
 def _partial(quoted: str, recorder: TraceRecorder) -> dict[str, str]:
-    """Take modules out that attended in the prompt's pass alone, such as those of an encoder."""
+    """Remove modules that attended only in the pass over the prompt, such as an encoder's."""
     steps, left_out = len(recorder.by_token), {}
     for name, module in list(recorder.modules.items()):
         if len(module.keys) == steps:
@@ -195,7 +195,7 @@ def _traced(
     every = [module for _, module in modules]
 
     def joined(name: str) -> Tensor:
-        """Return `[N, A, …]` of all modules on the CPU."""
+        """Return a tensor of every module, joined to `[N, A, …]` on the CPU."""
         return torch.cat([torch.stack(getattr(one, name)) for one in every], dim=1).cpu()
 
     keys, weights, sinks = joined("keys").long(), joined("weights"), sinks.cpu()

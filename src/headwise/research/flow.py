@@ -1,7 +1,7 @@
-"""Attention flow: carry a token through the layers with `rollout()` and `relevance()`.
+"""Attention flow: trace a token back through the layers with `rollout()` and `relevance()`.
 
-A product of T×T matrices is needed for one token only, as a row: the row times P, layer by layer
-from the last one. Each layer is one pass over blocks of P, from its queries, keys and LSE.
+Only one token's row of the product of T×T matrices is needed: the row is multiplied by P, layer
+by layer from the last. Each takes one pass over blocks of P, computed from queries, keys and LSE.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ def rollout(
 ) -> Float[Tensor, "B T"]:
     """Compute the attention rollout of a token: a share for each input token, in O(T) memory.
 
-    This is the row of the token in `Â_L ⋯ Â_1`, where `Â` is `residual · I + (1 − residual) · A`
+    This is the token's row of `Â_L ⋯ Â_1`, where `Â` is `residual · I + (1 − residual) · A`
     with rows that sum to 1, and A is the mean of a layer's weights over heads. All layers of one
     run are used, in the order of their calls.
 
     Args:
         model: any model that `watch()` supports, whose layers attend from all tokens to all tokens.
-        inputs: the inputs: a dict of keywords (the output of a tokenizer), a tuple or list
+        inputs: the model's inputs: a dict of keywords (the output of a tokenizer), a tuple or list
             of arguments, or a single argument.
         token: the position of the token, from 0, or from the end if negative; or one for each row
             of the batch, `[B]`. The class token of a ViT is 0.
-        residual: the share of the residual stream, from 0 to 1.
-        modules: use only these, as in `watch()`: self-attention of an encoder and a decoder, for
+        residual: the fraction for the residual stream, from 0 to 1.
+        modules: use only these, as in `watch()`: the self-attention of encoder and decoder, for
             example, cannot be multiplied.
 
     Returns:
         Shares that sum to 1, in float32 (float64 for a model in float64).
 
     Raises:
-        ValueError: no attention was captured; layers have different lengths, or other keys than
-            queries; the token is out of range; `residual` is not from 0 to 1.
+        ValueError: no attention was captured; layers have different lengths, or a layer has
+            more or fewer keys than queries; the token is out of range; `residual` is not in [0, 1].
 
     >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
@@ -83,17 +83,17 @@ def relevance(
 ) -> Float[Tensor, "B T"]:
     """Compute the gradient-weighted relevance of each input token to a score, for one token.
 
-    This is the row of the token in `(I + Ā_L) ⋯ (I + Ā_1)`, where `Ā` is the mean over heads of
+    This is the token's row of `(I + Ā_L) ⋯ (I + Ā_1)`, where `Ā` is the mean over heads of
     `max(0, A · ∂score/∂A)`. The T×T gradient is not built: it is `∂score/∂o_i · v_j`.
 
     Args:
         model, inputs, token, modules: as in `rollout()`. Gradients of parameters do not change, and
             parameters may be frozen.
-        score: `score(output)` returns the explained score from the model's output, usually a logit:
+        score: `score(output)` returns the score to explain, given the output, usually a logit:
             for each row of the batch, `[B]`, or their sum.
 
     Raises:
-        ValueError: as for `rollout()`; the score has another shape or no gradient; values are not
+        ValueError: as for `rollout()`; the score has the wrong shape or no gradient; values are not
             visible.
 
     >>> from headwise.models import builtin, load
@@ -197,7 +197,7 @@ class _Flow(OfPass):
 
     def __init__(self, of: _Carried) -> None:
         self.of = of
-        self.passes = of.slope is None and len(of.row) == 1  # the kernel's weights have no batch
+        self.passes = of.slope is None and len(of.row) == 1  # kernel weights have no batch axis
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Flow) and self.of is other.of

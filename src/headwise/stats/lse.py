@@ -83,8 +83,8 @@ class LSE(Statistic):
 class Sink(Statistic):
     """The attention to the learned sink: `[B, H, T]`, `exp(sink_h − lse_i)`.
 
-    It is the weight on no key at all; 0 in a call without `sinks`. (For attention to the first
-    token, where heads without a learned sink tend to attend, use `Mass(First())`.)
+    This weight goes to no key; it is 0 in a call without `sinks`. (For attention to the first
+    token, to which heads without a learned sink often attend, use `Mass(First())`.)
 
     Source: GPT-OSS 2025; Xiao et al. 2023.
     """

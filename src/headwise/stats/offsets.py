@@ -29,7 +29,7 @@ class OffsetHistogram(Statistic):
         bins: the number of bins, at least 2; with 18, the last bin starts at 65,536 tokens.
         ahead: also compute `offsets_ahead` `[B, H, bins]` for keys ahead; its bin 0 is 0.
 
-    Source: Press et al. 2021, §4 and its kin (effective context).
+    Source: Press et al. 2021, §4, and related work (effective context).
     """
 
     bins: int = 18
@@ -74,7 +74,7 @@ class OffsetHistogram(Statistic):
 
 
 def _bin_of(distance: Tensor, bins: int) -> Tensor:
-    """Return the bin of each distance, or `bins` for keys ahead; exact, by comparison of powers."""
+    """Return the bin of each distance, computed exactly from powers of 2; `bins` for keys ahead."""
     powers = torch.bitwise_left_shift(1, torch.arange(bins - 1, device=distance.device))
     edges = torch.nn.functional.pad(powers, (1, 0))
     found = torch.bucketize(distance, edges, right=True) - 1
@@ -83,7 +83,7 @@ def _bin_of(distance: Tensor, bins: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _MassByDistance(OfPass):
-    """Attention by distance behind, and also ahead if there are two sides."""
+    """Attention by distance of keys behind the query, and also of keys ahead if `sides` is 2."""
 
     bins: int
     sides: int

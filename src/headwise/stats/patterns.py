@@ -1,4 +1,4 @@
-"""Masks that select the keys which heads are known to attend to.
+"""Masks that select the keys that heads are known to attend to.
 
 Positions are key positions; query `i` is at position `i + S − T`. A pattern selects the keys that a
 head following it would attend to; the call's mask still determines which keys are allowed.
@@ -91,7 +91,7 @@ class OneKey(Pattern):
     """The key at a fixed offset from the query's own position."""
 
     behind: int
-    """The distance of the key before the query's own position; negative for keys ahead."""
+    """The distance from the query's own position back to the key; negative for keys ahead."""
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]
@@ -135,7 +135,7 @@ class Self(OneKey):
 
 @dataclass(frozen=True)
 class At(OneKey):
-    """The key at a fixed offset from the query's own position: ahead where it is positive.
+    """The key at a fixed offset from the query's own position; a positive offset is ahead.
 
     Its name is `next`, `ahead_2`, `ahead_3`, …; `previous`, `back_2`, `back_3`, …; or `self`.
 
@@ -246,7 +246,7 @@ class Induction(OfTokens):
 class FirstOfDocument(OfTokens):
     """The first `count` keys of the query's document in a packed row, where sinks form.
 
-    `ids` has the document of each key, `[B, S]` or `[S]`, as in `Documents(ids)`.
+    `ids` holds the document of each key, `[B, S]` or `[S]`, as in `Documents(ids)`.
 
     >>> import headwise as hw
     >>> ids = torch.tensor([0, 0, 1, 1])
@@ -269,7 +269,7 @@ class FirstOfDocument(OfTokens):
         return (take(ids, j) == take(ids, i + extent.offset)) & (take(place, j) < self.count)
 
     def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        """Return the keys as ranges: in order of their documents, the first of each."""
+        """Return the keys as ranges: in order of their documents, the first `count` of each."""
         found = super().ranges(extent, device)
         return KeyRanges(found.order, found.start, found.stop.minimum(found.start + self.count))
 

@@ -24,7 +24,7 @@ class Received(Statistic):
     weighted by the number of queries they represent.
 
     Args:
-        last: count only this many last queries (SnapKV's observation window). Default: all.
+        last: count only this many of the last queries (SnapKV's observation window). Default: all.
 
     Source: Zhang et al. 2023 (H2O), Li et al. 2024 (SnapKV).
     """

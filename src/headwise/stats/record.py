@@ -38,7 +38,7 @@ class Record:
     lse: Float[Tensor, "B H n"] | None = field(default=None, repr=False)
     every: Record | None = None
     direct: bool = False
-    """A one-pass backend has read the call unchanged."""
+    """True if a one-pass backend has read the call unchanged."""
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
@@ -67,7 +67,7 @@ class Record:
     def form(self) -> Hashable | None:
         """Return a key that is equal for records that can be joined (`beside`), or `None`.
 
-        Only records of a GPU are joined, where many small operations take longer than a few large
+        Only records on a GPU are joined, where many small operations take longer than a few large
         ones.
         """
         view, answers = self.view, self.answers
@@ -108,7 +108,7 @@ def beside(records: Sequence[Record]) -> Record:
 
 
 def _joined(each: Sequence[Tensor], known: dict[int, Tensor]) -> Tensor:
-    """Concatenate tensors `[B, H, …]` along the heads; parts of one tensor in one step."""
+    """Concatenate tensors `[B, H, …]` along the heads; views of the same tensors in one step."""
     base, start = each[0]._base, each[0].storage_offset()
     parts = [x._base for x in each if x._base is not None and x.storage_offset() == start]
     if base is None or base.dim() != 4 or len(parts) < len(each) or base.shape[1:] != each[0].shape:
@@ -121,7 +121,7 @@ def _joined(each: Sequence[Tensor], known: dict[int, Tensor]) -> Tensor:
 
 
 class _Late:
-    """A field, `None` by default, that may be given as a function, called when the field is read.
+    """A field, `None` by default, that may be set to a function, which is called at the first read.
 
     >>> @dataclass(frozen=True)
     ... class Circle:
@@ -151,17 +151,17 @@ class Reading(Brief):
 
     `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
     `[B, H, T]`) is True for the queries that have the metric; `None` means that the metric is not
-    per query. `among` is True for the queries that could have had it, if that differs: the share of
+    per query. `among` is True for queries that could have had it, if that differs: the fraction of
     `rows` among them is the coverage. With `largest`, a head's metric is the maximum, not the mean.
 
-    If only some queries were observed, the T axis has n entries and `sampled` is True: a `largest`
+    If only some queries were observed, the T axis has n entries and `sampled` is True: a maximum
     is then only a lower bound. For a random sample, `weights` `[n]` is the number of queries that
     each one represents, and `error` `[H]` is the standard error of each head's mean, computed when
     first read. If `every` (the reading of all queries) or `whole` (its sums) is given instead, the
     mean is exact.
 
-    For joining metrics that are not per query over calls: `per_key` means that `values` `[B, H, S]`
-    are sums over queries; `over` is the number of queries behind each entry of a mean
+    For joining metrics over calls, if not per query: `per_key` means that `values` `[B, H, S]`
+    are sums over queries; `over` is the number of queries averaged in each entry
     (broadcastable to `values`).
 
     `unknown` is the reason why the metric cannot be computed for the call; `values` are NaN then.
@@ -217,7 +217,7 @@ class Reading(Brief):
         return replace(made, errors=(made.heads.count * error).square())
 
     def of_some(self, every: Callable[[], Reading] | None, weights: Tensor | None) -> Reading:
-        """Return the reading marked as one of some queries; with `weights`, of a random sample.
+        """Return the reading marked as covering some queries; with `weights`, a random sample.
 
         `every` returns the reading of all queries, if known: its maximum replaces that of the
         sample.
@@ -234,7 +234,7 @@ class Reading(Brief):
 
     @property
     def of_heads(self) -> bool:
-        """True if it has a mean or maximum per head."""
+        """True if the reading has a mean or maximum per head."""
         axes = 2 if self.rows is None else 3
         single = not self.per_key and self.over is None and self.values.dim() == axes
         return self.largest or single

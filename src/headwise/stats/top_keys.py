@@ -72,7 +72,7 @@ class _LargestWeights(OfPass):
 
 
 class _Top:
-    """The best keys so far of every query."""
+    """The top keys found so far for every query."""
 
     def __init__(self, weights: Tensor) -> None:
         self.keys, self.weights = torch.full_like(weights, -1, dtype=torch.long), weights

@@ -43,7 +43,7 @@ def check_input(layer: nn.Module, x: Tensor, width: int, context: int | None = N
 
 
 def mask_may_be_absent(layer: nn.Module) -> None:
-    """Load states without the buffer `mask` or with a mask of another size: it is not a weight."""
+    """Let state dicts lack the buffer `mask` or have one of another size: it is not a weight."""
     layer.register_load_state_dict_pre_hook(_keep_mask)
 
 

@@ -1,4 +1,4 @@
-"""Rung 4: the general mechanism, in the letters of the paper (Vaswani et al. 2017 §3.2).
+"""Rung 4: the general mechanism, in the notation of the paper (Vaswani et al. 2017 §3.2).
 
 Attention as a function of queries, keys and values; and `MultiHead` for self- and cross-attention,
 with separate widths d_k and d_v and any mask. It returns the weights too.
@@ -128,7 +128,7 @@ class MultiHead(nn.Module):
         for name, x in (("Q", Q), ("K", K), ("V", V)):
             if x.ndim < 2 or x.shape[-1] != self.d_model:
                 raise ValueError(f"{call}: {name} must be [..., length, {self.d_model}]")
-        # [B, T, S] would be read as [h, T, S], without an error if B is h.
+        # [B, T, S] would be read as [h, T, S], without an error if B equals h.
         if mask is not None and mask.ndim not in (2, Q.ndim + 1):
             raise ValueError(
                 f"{call}: the mask must be [T, S] or have an axis for the heads, "

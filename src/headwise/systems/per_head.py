@@ -1,7 +1,7 @@
 """Rung 2: one module per head, and a loop over the heads.
 
-`CausalAttention` and `MultiHeadedAttentionWrapper` have the names of the from-scratch tutorials,
-whose state dicts load. Two more classes follow a notebook with raw matrices. No class has an output
+`CausalAttention` and `MultiHeadedAttentionWrapper` use the names of the from-scratch tutorials and
+load their state dicts. Two more classes follow a notebook with raw matrices. No class has an output
 projection: the outputs of the heads are only concatenated.
 """
 
@@ -106,7 +106,7 @@ class NotebookCausalAttention(nn.Module):
             of TOKENS, `keys.shape[1]`, which was the head dimension before a batch axis was added;
             and it initializes its matrices with `torch.rand`, all positive, so scores grow as dim²
             and the softmax is nearly one-hot. By default the scores are divided by the root of the
-            head dimension, and the matrices are initialized as Xavier uniform.
+            head dimension, and the matrices have Xavier uniform initialization.
 
     >>> x = torch.randn(2, 6, 5)
     >>> NotebookCausalAttention(dim=5, context_len=6, dropout=0.0)(x).shape

@@ -7,8 +7,8 @@ causal because the lists of keys and values hold only past tokens.
     python -m headwise.systems.scalar --steps 1000
 
 The model resembles GPT-2, with RMS norm (no weights), ReLU, no biases and a separate matrix for the
-logits: width 16, 4 heads, 1 layer, 16 positions; with 27 symbols 4,192 parameters. Each step learns
-from one document. The model ends at `sample`; documents, baselines and the command follow.
+logits: width 16, 4 heads, 1 layer, 16 positions, 4,192 parameters for 27 symbols. Each step learns
+from one document. The model's code ends at `sample`; documents, baselines and the command follow.
 
 **Words.** Without `--data`, the documents are the words of 3 to 15 letters in the names of letters
 and syllables in Unicode 3.2, which never change: *alef*, *ssangkiyeok*, *gyaeg*. With `--data
@@ -47,7 +47,7 @@ Number = int | float
 
 
 class Value:
-    """A number, the values it was computed from, and its derivative by each of them.
+    """A number, the values it was computed from, and its derivative with respect to each of them.
 
     >>> x, y = Value(2.0), Value(3.0)
     >>> z = x * y + x.relu() ** 3
@@ -117,7 +117,7 @@ class Value:
 def graph(root: Value) -> list[Value]:
     """Return `root` and all values it was computed from, each after its inputs.
 
-    It is not recursive: any depth works. `sum(len(n.inputs) for n in graph(loss))` counts the
+    It is not recursive, so any depth works. `sum(len(n.inputs) for n in graph(loss))` counts the
     multiply-adds of `loss.backward()`; those of the forward pass are about half as many.
     """
     order: list[Value] = []
@@ -167,7 +167,7 @@ def softmax(scores: Vector) -> Vector:
 
 
 def rmsnorm(x: Vector) -> Vector:
-    """Divide x by the root of its mean square, which is then 1."""
+    """Divide x by the root of its mean square, so that its mean square becomes 1."""
     scale = (dot(x, x) * (1 / len(x)) + 1e-5) ** -0.5
     return [value * scale for value in x]
 
@@ -214,7 +214,7 @@ def cross_entropy(logits: Vector, target: int) -> Value:
 
 
 class ScalarGPT:
-    """A GPT-2 of single numbers; `state_dict` holds its matrices `[out][in]` with microgpt's names.
+    """A GPT-2 of scalars; `state_dict` holds its matrices `[out][in]` with microgpt's names.
 
     >>> model = ScalarGPT(vocab_size=27)
     >>> len(model.parameters())
@@ -266,7 +266,7 @@ class ScalarGPT:
         return [[] for _ in range(self.n_layer)]
 
     def gpt(self, token: int, position: int, keys: list[Matrix], values: list[Matrix]) -> Vector:
-        """Return the logits of the next token, and append to keys and values of every layer."""
+        """Return the logits of the next token, and append to the keys and values of every layer."""
         w = self.state_dict
         if not (0 <= token < len(w["wte"]) and 0 <= position < self.block_size):
             raise ValueError(
@@ -298,7 +298,7 @@ class ScalarGPT:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015): a mean of gradients over the root of a mean of their squares."""
+    """Adam (Kingma and Ba 2015): a mean of gradients, divided by the root of a mean of squares."""
 
     def __init__(self, parameters: list[Value], betas: tuple[float, float] = (0.85, 0.99)) -> None:
         self.parameters, self.betas, self.steps = parameters, betas, 0
@@ -335,7 +335,7 @@ def train(
 
 
 def sample(model: ScalarGPT, start: int, temperature: float, draw: random.Random) -> list[int]:
-    """Generate the tokens of a document, until `start` comes again or the block is full.
+    """Generate the tokens of a document, until `start` is chosen again or the block is full.
 
     Logits are divided by the temperature; 0 selects the most likely token.
     """
@@ -390,9 +390,9 @@ def read_documents(path: Path) -> list[str]:
 class Baseline:
     """A bigram model counted on documents, or, with `history=False`, a unigram model.
 
-    Smoothing is by Witten and Bell: if N tokens, n of them different, followed a token, unseen
-    followers get the probability `n / (n + N)`, in proportion to the unigram model, whose own share
-    for unseen tokens is uniform.
+    Smoothing is by Witten and Bell: if N tokens, n of them different, followed a token, a fraction
+    `n / (n + N)` of the probability is spread in proportion to the unigram model, which is smoothed
+    in the same way with a uniform distribution.
     """
 
     def __init__(self, documents: Sequence[list[int]], vocab_size: int, history: bool) -> None:

@@ -120,7 +120,7 @@ class FlexAttention(Packed):
 
 
 def flex_lacks_backward(device: torch.device) -> str | None:
-    """Return the reason that FlexAttention has no backward pass there, or None.
+    """Return the reason that FlexAttention has no backward pass on a device, or None.
 
     >>> flex_lacks_backward(torch.device("cpu"))
     'it has no backward pass on a CPU'
@@ -135,8 +135,8 @@ class TorchAttention(nn.MultiheadAttention):
         embed_dim: width E of input and output.
         num_heads: heads H, a divisor of E.
         bias: whether its projections have biases.
-        weights: compute the attention weights too, PyTorch's default; they are discarded, and
-            prevent the fused kernel.
+        weights: also compute the attention weights (PyTorch's default), which are discarded; this
+            prevents the use of the fused kernel.
     """
 
     def __init__(

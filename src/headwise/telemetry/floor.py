@@ -31,14 +31,14 @@ class EntropyFloor:
 
     Args:
         model: any module that `watch` supports.
-        floor: the entropy in nats, above 0; uniform attention to n keys has log n.
+        floor: the entropy in nats, above 0; uniform attention to n keys has entropy log n.
         strength: the factor of the term.
         queries: the number of queries to sample in every call, which is cheaper. Default: all.
         modules: the modules to include, as in `watch()`.
 
     Raises:
-        ValueError: `floor` or `strength` is not a finite number above 0; `loss` is read before the
-            model was called; errors of `watch(gradients=True)`.
+        ValueError: `floor` or `strength` is not a finite number above 0; `loss` is read before
+            the model is called; or for the same reasons as `watch(gradients=True)`.
 
     >>> import torch, headwise as hw
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
@@ -96,7 +96,7 @@ class EntropyFloor:
 
     @property
     def entropies(self) -> dict[str, Float[Tensor, " H"]]:
-        """The mean entropy of each head by module, in nats, with its graph; NaN if undefined.
+        """The mean entropy of each head by module, in nats and differentiable; NaN if undefined.
 
         Raises:
             ValueError: it was not entered, or no attention was captured.

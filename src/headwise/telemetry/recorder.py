@@ -1,4 +1,4 @@
-"""Record metrics: in the history, in trackers, and against the rules."""
+"""Record metrics in the history and in trackers, and check them against the rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .step_capture import Warn
 from .trackers import Tracker, logged
 
 _MOST_UNWRITTEN = 64
-"""The number of steps that are held while the history cannot be written."""
+"""The maximum number of steps held while the history cannot be written."""
 
 _MOST_SCALARS = 1 << 16
-"""The number of scalars that are held until the next recorded step."""
+"""The maximum number of scalars held until the next recorded step."""
 
 
 class Recorder:
@@ -30,7 +30,7 @@ class Recorder:
         trackers: called with the metrics.
         rules: the rules that raise alarms.
         after: the number of steps already completed.
-        warn: called once for each file or tracker that cannot be written.
+        warn: called once for each file that cannot be written and each tracker that fails.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Recorder:
         """Append new layers to the known ones.
 
         Raises:
-            ValueError: a layer has another number of heads than before, or the history has other
+            ValueError: a layer's number of heads differs from before, or the history has other
                 layers.
         """
         if self._resumed and self.heads and not set(self.heads) & set(heads):

@@ -25,7 +25,7 @@ class Span:
 class StepSums:
     """Sums of attention calls.
 
-    spans: by layer, in the order of their first calls.
+    spans: the heads of each layer, in the order of the layers' first calls.
     parts: by statistic and layer, `[4, heads]` of means or `[1, heads]` of maxima (`sums_of_each`).
     looked_at: by statistic, the numbers of sampled and of all queries.
     unknown: by layer and statistic, the reason why a statistic is unavailable.
@@ -46,7 +46,7 @@ class StepSums:
             raise ValueError(f"it has {span.heads} heads, but had {before.heads} before")
 
     def add(self, statistic: str, parts: Mapping[str, Tensor], some: int, every: int) -> None:
-        """Add a call of each of these layers: its sums, and the numbers of sampled and of all
+        """Add one call of each of these layers: its sums, and its numbers of sampled and of all
         queries."""
         if any(statistic in self.unknown.get(layer, {}) for layer in parts if self.unknown):
             parts = {n: x for n, x in parts.items() if statistic not in self.unknown.get(n, {})}
@@ -91,7 +91,7 @@ class StepSums:
 
 
 def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]) -> HeadMetrics:
-    """Join the sums of layers; layers of `heads` without sums have missing values."""
+    """Join the sums of layers; layers of `heads` without sums get missing values."""
     rows = len(next(iter(parts.values())))
     columns = [
         parts[name] if name in parts else nothing(rows, number) for name, number in heads.items()

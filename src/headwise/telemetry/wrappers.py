@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from ..capture.adapters.graphs import uncompiled_module
 
 _HOLDING = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""The attribute names by which only wrappers hold their module."""
+"""The attribute names that only wrappers use for the module they wrap."""
 
 _PREFIX = re.compile(rf"(^|\.)({'|'.join(('module', *_HOLDING))})\.")
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return the qualified name of a module without the parts of wrappers.
+    """Return the qualified name of a module without the parts that wrappers add.
 
     >>> plain_name(nn.Sequential(nn.DataParallel(nn.Linear(2, 3))), "0.module")
     '0'
@@ -32,14 +32,14 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers, whose training mode may be stale."""
+    """Return the module inside all wrappers; the wrappers' own training mode may be stale."""
     while part := _wrapped(module):
         module = module.get_submodule(part)
     return module
 
 
 def _wrapped(module: nn.Module) -> str:
-    """Return the attribute name by which a wrapper holds its module; "" for other modules."""
+    """Return the attribute name of the module that a wrapper holds; "" for other modules."""
     for name in _HOLDING:
         if name in module._modules:
             return name
@@ -49,7 +49,7 @@ def _wrapped(module: nn.Module) -> str:
 
 
 def bare_name(name: str) -> str:
-    """Return a name without the parts of wrappers.
+    """Return a name without the parts that wrappers add.
 
     >>> bare_name("module.layers.0._checkpoint_wrapped_module.attn"), bare_name("module")
     ('layers.0.attn', 'module')
@@ -63,10 +63,10 @@ def bare_name(name: str) -> str:
 
 
 def check_optimizer(call: str, model: nn.Module, optimizer: Any) -> None:
-    """Raise ValueError for an invalid optimizer, or one that trains only another model.
+    """Raise ValueError for an invalid optimizer, or one that trains only a different model.
 
     Possible copies of the model's parameters (plain tensors, or another dtype, such as float32
-    master weights) are accepted, and any optimizer for a frozen model: it may train the inputs.
+    master weights) are accepted, as is any optimizer for a frozen model: it may train the inputs.
     """
     if not (hasattr(optimizer, "param_groups") or hasattr(optimizer, "state")):
         inside = isinstance(getattr(optimizer, "optimizer", None), Optimizer)

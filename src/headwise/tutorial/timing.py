@@ -57,13 +57,13 @@ def interleaved(
     within: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time calls in turns; return seconds per call of each contender, one value for each round.
+    """Time the contenders in turn; return the seconds per call of each, one value for each round.
 
     Every round runs each contender once, in random order. A turn repeats the call until it lasts
-    about `least` seconds; with `least` 0 it is one call. A warm-up round is not counted. `report`
+    about `least` seconds; with `least=0` it is one call. A warm-up round is not counted. `report`
     is called after each round with the completed fraction. If the rounds would take more than
-    `within` seconds, there are fewer rounds, but at least 3; if one round exceeds it, the first
-    calls are the warm-up. Pass `time.process_time` as `clock` to measure only this process.
+    `within` seconds, there are fewer rounds, but at least 3; if one round exceeds that, the first
+    calls serve as the warm-up. Pass `time.process_time` as `clock` to measure only this process.
     """
     once = {name: _turn(work, 1, clock) for name, work in contenders.items()}  # compiles, allocates
     before = int(sum(once.values()) < within)
@@ -101,15 +101,15 @@ def _wait() -> None:
 
 
 def ratio(taken: Mapping[str, list[float]], name: str, beside: str) -> Spread:
-    """Return the ratio of the times of `name` and `beside`, round by round."""
+    """Return the spread over rounds of the ratio of `name`'s time to that of `beside`."""
     pairs = zip(taken[name], taken[beside], strict=True)
     return Spread.of([value / other for value, other in pairs])
 
 
 def limits(device: str = "cpu") -> dict[str, float]:
-    """Measure the limits of this machine: matrix product and memory copy, best of five.
+    """Measure the speeds of a matrix product and a memory copy on this machine, best of five.
 
-    The matrix product is in float32; on CUDA in bfloat16, the type of attention kernels there.
+    The matrix product is in float32; on CUDA in bfloat16, the dtype of attention kernels there.
     """
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
@@ -144,10 +144,10 @@ def multiply_adds(work: Work) -> int:
 
 
 def peak_bytes(work: Work, device: str = "cpu") -> int:
-    """Measure the peak memory that PyTorch allocates during a call, above the amount before it.
+    """Measure the peak memory that PyTorch allocates during a call, above the level before it.
 
     On a CPU it sums the profiler's record of allocations. That is exact and includes workspaces of
-    kernels, but not memory that libraries take from the system. On CUDA it reads the allocator.
+    kernels, but not memory that libraries get from the system. On CUDA, the allocator reports it.
 
     >>> def work():
     ...     a = torch.ones(1000)

@@ -38,14 +38,14 @@ def convert(
     """Convert attention weights to the names, shapes and orders of another implementation.
 
     Args:
-        state: names to tensors (or NumPy and JAX arrays, or nested lists) of one layer or of a
+        state: tensors by name (or NumPy and JAX arrays, or nested lists) of one layer or of a
             model. In a model every attention layer is converted in place; other tensors are
             copied, and renamed within a family (`gpt2` and `nanogpt`, `llama` and `llama_meta`).
-        source: the layout of `state`; by default detected, for each layer its own (LLaVA has two).
+        source: the layout of `state`; by default detected separately for each layer (LLaVA has 2).
         target: the layout to write: a key of `headwise.weights.layout_table.LAYOUTS`; or a mapping
             from parts of names to layouts, such as `{"vision_tower": "bart", "": "llama"}`: the
             longest part in a layer's name applies; layers without a match are not converted.
-        num_heads: the number of query heads, if the shapes do not determine it; or such a mapping.
+        num_heads: the number of query heads, if shapes do not determine it; or a similar mapping.
         num_kv_heads: the number of key/value heads, if the shapes do not determine it.
         bias: for targets with optional biases: True adds zeros, False drops biases of zeros;
             by default as in the source.
@@ -55,20 +55,20 @@ def convert(
         qk_norm_eps: the eps of the norms of queries and keys. Required for target `headwise`, whose
             state contains it; for other layouts it is `rms_norm_eps` in `config.json`.
 
-    Names do not always determine the rotation: Cohere, Ernie 4.5 and Helium have Llama's names but
-    rotate neighboring features. In layout `headwise` they need `RoPE(…, interleaved=True)`, in
+    Names do not always determine the rotation: Cohere, Ernie 4.5 and Helium use Llama's names but
+    rotate pairs of neighbors. In layout `headwise` they need `RoPE(…, interleaved=True)`, in
     `llama_meta` `rotary_dim=0`. Names do not determine the norms either: the norms of Qwen 3
     multiply by the weight, those of Gemma 3 and Step 3.5 by 1 + weight (add 1 to these weights
     first), and Gemma 3n and Gemma 4 also normalize values, which no layout supports. `convert_file`
     and `headwise convert` read all of this from the `config.json` beside the weights.
 
     Returns:
-        Names to new tensors of the same dtype, for `load_state_dict`; for `microgpt` nested lists.
+        New tensors by name, of the same dtype, for `load_state_dict`; nested lists for `microgpt`.
         Mask buffers are omitted.
 
     Raises:
         ValueError: an unknown layout; missing or extra names; shapes that do not fit the head
-            count; a part that the target cannot store (a bias, grouped heads, another output
+            count; a part that the target cannot store (a bias, grouped heads, a different output
             width); or an ambiguity (nanoGPT or GPTBigCode, partial rotation, the eps of norms).
 
     >>> import torch, headwise as hw
@@ -110,7 +110,7 @@ def conversions(
     `expected` chooses between two layouts with the same names and shapes.
 
     Raises:
-        ValueError: no layer, an error of `Conversion`, or a part of names that no layer has.
+        ValueError: no layer is found, `Conversion` raises it, or a part of names matches no layer.
     """
     heads = None if isinstance(num_heads, Mapping) else num_heads
     call = f"convert(source={source!r}, target={target!r})"
@@ -148,7 +148,7 @@ def converted(
     tensor).
 
     `names` are the names of the state, in order; `load` returns the tensor of a name. The tensors
-    of a layer take the place of its first name.
+    of a layer are yielded where its first name occurs.
     """
     begins, inside = {}, set()
     pairs: dict[str, Conversion] = {}
@@ -214,7 +214,7 @@ class Conversion:
 
     @property
     def moves(self) -> bool:
-        """True if source and target rotate different features as a pair."""
+        """True if source and target pair different features for the rotation."""
         return (self.old.rope or "half") != (self.new.rope or "half")
 
     def rotated(self, head_dim: int) -> int | None:
@@ -289,7 +289,7 @@ def _with_eps(parts: Parts, conversion: Conversion, call: str) -> Parts:
 
 
 def _origins(layer: LayerTensors) -> dict[str, str]:
-    """Return the name of each part in the state; for single heads, that of the first head."""
+    """Return the name of each part in the state; of per-head tensors, that of the first head."""
     return {
         part: layer.where[name][0]
         for name, (held, _) in layer.form.tensors.items()
@@ -301,7 +301,7 @@ def _origins(layer: LayerTensors) -> dict[str, str]:
 def stored_tensors(
     layer: LayerTensors, load: Callable[[str], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, str]]]:
-    """Return the layer's tensors, and the parts and pattern of each; those of single heads are
+    """Return the layer's tensors, and the parts and pattern of each; per-head tensors are
     stacked."""
     tensors: dict[str, Tensor] = {}
     patterns: dict[str, tuple[str, str]] = {}
@@ -338,7 +338,7 @@ def _read(
 
 
 def renamed(name: str, old: Layout, new: Layout) -> tuple[str, bool]:
-    """Return the name of a model's tensor in another layout of the same family, and if it is
+    """Return the name of a model's tensor in another layout of the same family, and whether it is
     transposed.
 
     >>> from headwise.weights.layout_table import LAYOUTS

@@ -39,12 +39,12 @@ from .layout_types import (
 
 
 def _output(name: str) -> Tensors:
-    """Return an `nn.Linear` for the output."""
+    """Return the tensors of an `nn.Linear` for the output."""
     return {f"{name}.weight": ("out.weight", "o (n d)"), f"{name}.bias": ("out.bias", "o")}
 
 
 def _linears(q: str, k: str, v: str, out: str | None = None, *, bias: bool = True) -> Tensors:
-    """Return four `nn.Linear`, or three: weights `[rows, inputs]` and biases."""
+    """Return the tensors of four `nn.Linear`, or of three: weights `[rows, inputs]` and biases."""
     names = {"q": q, "k": k, "v": v}
     tensors = {f"{name}.weight": (f"{part}.weight", "(n d) i") for part, name in names.items()}
     tensors |= {f"{name}.bias": (f"{part}.bias", "(n d)") for part, name in names.items()}
@@ -53,7 +53,7 @@ def _linears(q: str, k: str, v: str, out: str | None = None, *, bias: bool = Tru
 
 
 def _packed(qkv: str, out: str, order: str = "p n d") -> Tensors:
-    """Return one `nn.Linear` for q, k and v, and one for the output."""
+    """Return the tensors of one `nn.Linear` for q, k and v, and of one for the output."""
     return {
         f"{qkv}.weight": ("qkv.weight", f"({order}) i"),
         f"{qkv}.bias": ("qkv.bias", f"({order})"),

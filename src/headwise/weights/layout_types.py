@@ -122,7 +122,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class Layout:
-    """One row: the name of a layout, its forms, and the other tensors of a whole model.
+    """One weight layout: its name, its forms, and the other tensors of a whole model.
 
     Attributes:
         forms: any of them is read; the first that fits is written.
@@ -135,11 +135,11 @@ class Layout:
         home: the usual last part of the name of the layer in a model.
         lists: weights are nested lists of numbers, not tensors.
         model: the names of other tensors of a model by their role, each with the orientation of
-            matrices (`i o` or `o i`); roles of both source and target are renamed and transposed.
+            matrices (`i o` or `o i`); those with a role in both layouts are renamed and transposed.
         other_norms: names beside a layer with q_norm and k_norm, and the reason why its norms are
             not those of the layout; the first match counts.
         partial: names next to a layer (empty for any), and the models with them that may rotate
-            only a part of each head.
+            only part of each head.
         twin: another layout with the same names and shapes, which differs if the numbers of
             query and key/value heads are equal; and the reason for the ambiguity.
         aliases: names within a layer, in the form of a separate module, and their stored names.
@@ -174,7 +174,7 @@ class Layout:
 
 
 def _replaced(name: str, parts: Mapping[str, str]) -> str:
-    """Replace the last of the parts of a dotted name.
+    """Replace the first of these parts that occurs in a dotted name, at its last occurrence.
 
     >>> _replaced("blocks.0.attn.add_q_proj.bias", {"add_q_proj.": "added.to_q."})
     'blocks.0.attn.added.to_q.bias'

@@ -1,11 +1,11 @@
-"""Capture attention that a model writes out: a softmax of scores and a product with the values.
+"""Capture attention written as separate operations: a softmax and a product with the values.
 
 A softmax over the last axis is tracked, through dropout and changes of dtype or shape, until it is
-multiplied with a tensor that has a vector for each key. Only then is it reported as attention. The
+multiplied by a tensor that has a vector for each key. Only then is it reported as attention. The
 scores are available, so they are passed to the call as a bias.
 
-PyTorch counts in-place changes of tensors, except those through `.data` or `.numpy()` and those in
-inference mode. Tensors are therefore compared by checksums of their bits.
+PyTorch's version counters miss in-place changes through `.data` or `.numpy()`, and those made in
+inference mode. Checksums of the tensors' bits are therefore compared as well.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ROWS = 64
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return sums of the bits of a tensor `[…, T, S]`: of each row, and of column blocks.
+    """Return integer sums of a tensor's bits, `[…, T, S]`: per row, and per column over some rows.
 
-    Views with other leading axes have the same checksum. It replaces a copy, because scores are
-    large.
+    Views with other leading axes have the same checksum. It is kept instead of a copy because
+    scores are large.
 
     >>> x = torch.rand(2, 3, 4)
     >>> before = checksum(x)
@@ -79,7 +79,7 @@ class _Held:
 class _Softmax:
     """The scores of a softmax, the shapes of its probabilities so far, and the running module.
 
-    `before` and `held` are the contents of scores and probabilities, to detect changes.
+    `before` and `held` record the contents of scores and probabilities, to detect changes.
     """
 
     scores: Tensor
@@ -302,9 +302,9 @@ def einsum(
 
 
 def _is_context(net: CaptureSession, factors: Sequence[Tensor], out: Tensor) -> bool:
-    """Return True if a factor is a softmax over another axis than the last, or a product with one.
+    """Return True if a factor is a softmax over an axis other than the last, or a product with one.
 
-    Linear attention computes such a context from keys and values. It is recorded by its memory,
+    Linear attention computes such a context from keys and values. It is identified by its storage,
     which its views share.
     """
     if not net.contexts or not any(_storage(x) & net.contexts for x in factors):
@@ -314,14 +314,14 @@ def _is_context(net: CaptureSession, factors: Sequence[Tensor], out: Tensor) -> 
 
 
 def _storage(x: Tensor) -> set[StorageWeakRef]:
-    """Return the memory of a tensor; `None` for sparse tensors and inside `torch.func`."""
+    """Return the storage of a tensor as a set; empty for sparse tensors and in `torch.func`."""
     if x.layout is not torch.strided or transformed():
         return set()
     return {StorageWeakRef(x.untyped_storage())}
 
 
 TIED = "several vectors of each key at once, as rows do that share their weights (tied rows)"
-"""The reason for row attention of MSA Transformers, whose scores are sums over rows."""
+"""The reason reported for row attention in MSA Transformers, whose scores are sums over rows."""
 
 
 def _order(
@@ -329,8 +329,8 @@ def _order(
 ) -> tuple[list[int], list[bool], list[int]] | str:
     """Return the axes of an einsum's result, in the order of the probabilities with the value's
     axis in place of the key's; the leading axes that share their values; and the axes of the values
-    in the same order, −1 for shared ones. `TIED` for a product with several vectors for each key,
-    and an empty text if it is not a product of probabilities with values."""
+    in the same order, −1 for shared ones. Return `TIED` for a product with several vectors per key,
+    and an empty string if it is not a product of probabilities and values."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
         return ""
@@ -368,8 +368,8 @@ def _emit(
 ) -> Tensor | None:
     """Report attention with these probabilities; `out` has their order of axes.
 
-    Heads of a group have their own axes, which share the `values`. The product itself may be
-    `queries_first`.
+    Leading axes that are `shared` use the same `values`, as do the heads of a group.
+    `queries_first` means that the product has the query axis before the first leading axis.
     """
     net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is record.scores]:
@@ -468,6 +468,6 @@ _STEPS: dict[Interceptor, str] = {
 
 
 def functions() -> dict[Any, Interceptor]:
-    """Return the functions of this file."""
+    """Return the intercepted functions of PyTorch, each with its interceptor in this file."""
     interceptors = {one: route for route, names in _STEPS.items() for one in _named(*names.split())}
     return interceptors | {torch.functional.einsum: einsum}

@@ -2,12 +2,12 @@
 
 A step is a list of parts: a class, a layer, a function, a method. They are tested in order of
 dependence, and only the first fault is reported; later parts are tested once it is fixed.
-Remaining blanks are filled with headwise's own code, so that one part can be correct while another
-is blank. Once all parts are correct and no blank is left, all rules of `check` are applied.
+Remaining blanks are filled with headwise's own code, so one part can be correct while another
+is still blank. Once all parts are correct and no blank is left, all rules of `check` are applied.
 
 A part is correct if it gives the same result as its twin: the same part of the step's template,
 filled with headwise's code. Otherwise `tracing.py` follows both line by line, `blame.py` finds the
-first variable that differs, and `words.py` describes it. The rows are in `steps.toml`, the calls in
+first variable that differs, and `words.py` describes it. Step data is in `steps.toml`, the calls in
 `modules.py`, `scalar.py` and `gpt2_max.py`; the templates are in `../templates/`.
 """
 
@@ -83,7 +83,7 @@ def check_step(
 
     Args:
         name: `scalar`, `per_head`, `split` or `gpt2`; the imports of a `gpt2` file choose between
-            the variants for PyTorch and, `gpt2-max`, for MAX.
+            the variants for PyTorch and for MAX (`gpt2-max`).
         level: the level of hints: 1 for the purpose of a line, 2 for its method, 3 for the line.
 
     Raises:
@@ -241,7 +241,7 @@ class Follower:
     # --- findings from running the parts ----------------------------------------------------------
 
     def _tried(self, part: StepPart) -> Iterator[Finding]:
-        """Call a part like its twin, and compare the results."""
+        """Call a part and its twin in the same way, and compare the results."""
         trial, out = self.trial, None
         for call in self.step.calls(trial, part):
             watch = Watch(trial, part)
@@ -275,7 +275,7 @@ class Follower:
         if isinstance(wrong.at, str):
             owner, _, short = wrong.at.rpartition(".")
             line = source.line(f"{self.names[owner]}.{short}" if owner else self.names[short])
-            if built is not None:  # of a function, else of an attribute
+            if built is not None:  # the line of a function, or else of an attribute
                 line = built.first() or line if short == part.name else line and built.at(line).line
         at = f" ({quoted(self.trial.path, int(line))})" if line else ""
         hint = part.hint(part.short, self.level)

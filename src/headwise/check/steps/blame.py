@@ -1,9 +1,9 @@
 """Find the line at fault: the first variable that differs from the step's twin.
 
 The twin is the step's template with headwise's code in its blanks. It gets the same calls with the
-same weights, and the values of all its expressions are recorded: the possible values of variables
+same weights, and the values of all its expressions are recorded as possible values of variables
 in the file. If a part differs from its twin, the search goes back from its result to the first line
-that computes a wrong value from right variables.
+that computes a wrong value from correct variables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def twin(trial: Trial) -> Trial:
 
 
 class Twin:
-    """Hold the values of the variables and expressions of the twin's part in a call."""
+    """The values of variables and expressions in a call of the twin's part."""
 
     def __init__(self, results: Trial, part: StepPart, call: Callable[[Trial], Any]) -> None:
         self.part, self.watch = part, Watch(results, part)
@@ -87,7 +87,7 @@ class Twin:
             yield from _value(ast.parse(text, mode="eval").body, scope | known, {name}, set())
 
     def _all_above(self, *of: str) -> set[str]:
-        """Return variables and all that they are computed from."""
+        """Return the given variables and all variables that they are computed from."""
         known, waiting = set[str](), [*of]
         while waiting:
             known.add(name := waiting.pop())
@@ -95,7 +95,7 @@ class Twin:
         return known
 
     def _finals(self, name: str) -> list[Numbers]:
-        """Return the value of a variable; of a growing list, the final one."""
+        """Return the values of a variable; for a growing list, only the final ones."""
         return [one[-1].value for one in self.watch.turns(name) if one[-1].value is not None]
 
     def _right(self, name: str) -> list[Numbers]:
@@ -175,7 +175,7 @@ class Search:
         return next(iter([*lines, *(one.line for one in self.watch.returns)]), None)
 
     def agrees(self, out: Any) -> bool:
-        """Return True if a call gives the same as the twin."""
+        """Return True if the result of a call equals the twin's."""
         own, right = plain(out), plain(self.twin.out)
         nothing = own is right and (out is None) == (self.twin.out is None)
         return nothing or _agree(own, right)
@@ -195,7 +195,7 @@ class Search:
         if name in self.sizes and not value.shape:
             is_size = value.kind == "int" and numbers.item() == self.sizes[name]
             return "right" if is_size else "wrong"
-        filled = any(one in turn[:-1] for turn in self.watch.turns(name))  # later
+        filled = any(one in turn[:-1] for turn in self.watch.turns(name))  # it is filled in later
         if filled and not bool(numbers.any()):
             return "right"
         if not is_named and not value.shape:
@@ -216,7 +216,7 @@ class Search:
         return "early" if any(value.fits(each) for each in early) else "wrong"
 
     def turn(self, one: Event) -> Numbers | None:
-        """Return the value of the twin's variable in the same turn of a loop, if any."""
+        """Return the value of the twin's variable in the same iteration of a loop, if any."""
         own, right = (each.turns(one.name) for each in (self.watch, self.twin.watch))
         together = len(own) == len(right) or (self.watch.failed and len(own) < len(right))
         if one.name not in self.twin.named or not self.watch.loops(one) or not together:
@@ -260,7 +260,7 @@ class Search:
         return BlamedLine(line, statement, event)
 
     def _is_early(self, one: Event) -> bool:
-        """Return True if a variable is intermediate, or an argument was changed."""
+        """Return True if a variable has an intermediate value, or is an argument that changed."""
         given = one.value is None or one.value.is_one_of(self.twin.finals(one.name))
         return self.state(one) == "early" or (one.name in self.twin.arguments and not given)
 
@@ -270,7 +270,7 @@ class Search:
         return any(value.is_one_of(self.twin.finals(early.name)) for value in rest)
 
     def _instead(self, one: Event) -> list[Any]:
-        """Return other values of a variable unknown to the twin: whole numbers, the inverted mask,
+        """Return other values for a variable that the twin lacks: numbers, the inverted mask,
         and longer lists."""
         value, known = one.value, self.twin.values
         if isinstance(one.raw, torch.Tensor):
@@ -290,7 +290,7 @@ class Search:
         event: Event | None,
         instead: dict[str, list[Any]],
     ) -> bool:
-        """Return True if a statement is right with other values of variables."""
+        """Return True if a statement gives right results with other values of its variables."""
         targets = {event.name} if event is not None else changed(statement)
         if isinstance(statement, ast.Return):
             targets, target = {"return"}, ast.Name("return", ast.Store())
@@ -323,7 +323,7 @@ def _agree(own: Numbers | None, right: Numbers | None) -> bool:
 
 
 def _read(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement reads; for loops and conditions, in the first line."""
+    """Return the names that a statement reads; for loops and conditions, only in the header."""
     header = {ast.For: "iter", ast.If: "test", ast.While: "test"}.get(type(statement))
     root = getattr(statement, header) if header else statement
     own = names(root.target) if isinstance(root, ast.AugAssign) else set[str]()

@@ -60,7 +60,7 @@ def titles(provenances: Sequence[dict[str, Any]]) -> list[str]:
 
 @runtime_checkable
 class Documented(Protocol):
-    """A look, by its document."""
+    """Anything with a document, such as a look."""
 
     def document(self) -> dict[str, Any]: ...
 
