@@ -1,4 +1,4 @@
-"""Capture every attention call of a model, by any of its routes."""
+"""Capture every attention call of a model, whichever route the call takes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def catch(
 
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
     another thread; by default that is an error. Errors name the public `function` that listens.
-    Everything is restored on exit, also after an exception. With `in_full`, modules are followed
-    while they run; otherwise only if modules that attend may not report their calls themselves.
-    Meanwhile, parts that `torch.compile` has compiled run in eager mode; without `in_full`, if only
-    compiled parts attend, they run as graphs that report their calls.
+    Everything is restored on exit, even after an exception. With `in_full`, modules are followed
+    while they run; otherwise, only if some attention modules may not report their own calls.
+    During capture, parts compiled by `torch.compile` run in eager mode; without `in_full`, if only
+    compiled parts compute attention, they run as graphs that report their calls.
 
     Compiled functions that a model calls are refused; without `refuse`, compiled code runs in eager
     mode from there on.
@@ -181,10 +181,10 @@ def _projection(
 def _backward(
     net: CaptureSession, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a backward pass with the mode enabled, which is disabled while an intercepted function
+    """Run a backward pass with the mode re-enabled, because it is off while an intercepted function
     runs.
 
-    Heads that are ablated must stay ablated when checkpointing recomputes a layer.
+    Ablated heads must stay ablated when checkpointing recomputes a layer.
     """
     with net.functions:
         return without_dispatch(function)(*args, **kwargs)

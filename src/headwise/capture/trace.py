@@ -69,7 +69,7 @@ class TracedModule:
         padded with weights of −1.
     generated: for each token, `[H]`: the largest weight on a generated token.
     masses: for each token, `[H, n]`: the weight on sinks, on generated tokens, and, with segments,
-        on each of them without its sinks and on the rest of the prompt.
+        on each segment (without its sinks) and on the rest of the prompt.
     rows: the complete rows of the heads in `keep`, by head: `[P]` for each token.
     """
 
@@ -94,7 +94,7 @@ class TraceRecorder:
         segments: parts of the prompt.
         top: the number of keys to keep for each row.
         weights: the weight of each head in the sum over heads, `[L, H]`. Default: 1.
-        keep: heads whose complete rows are kept, as layers and indices.
+        keep: the heads whose complete rows are kept, as pairs of layer and head index.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TraceRecorder:
         keys = call.keys - call.behind
         step = call.first_key + keys - self.prompt
         if call.again or not 0 <= step <= len(self.by_token) or step < len(self.by_token) - 1:
-            return  # the text has another length: a chunk of the prompt, or an encoder's call
+            return  # the text has a different length: a chunk of the prompt, or an encoder's call
         if call.batch > 1 or call.heads < call.all_heads:
             raise ValueError(
                 f"{call.name!r} attends in {call.batch} rows, with {call.heads} of its "

@@ -1,4 +1,4 @@
-"""`headwise convert`: weights from one layout to another."""
+"""`headwise convert`: convert weights from one layout to another."""
 
 from __future__ import annotations
 

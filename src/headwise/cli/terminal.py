@@ -1,4 +1,4 @@
-"""Parts that commands share: progress, one width, a pager, broken pipes, ranks."""
+"""Helpers that commands share: progress, console width, a pager, broken pipes, ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 120
 """The number of columns if standard output is not a terminal."""
 
 TIMEOUT = 600.0
-"""Seconds to wait for another rank; long, because a first step may compile."""
+"""Seconds to wait for other ranks; long, because the first step may compile."""
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress and notes.")]
 
@@ -39,7 +39,7 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def paged(console: Console, lines: int) -> Iterator[None]:
-    """Show text printed inside the block in a pager if `lines` exceeds the terminal's height.
+    """Show text printed inside the block in a pager if `lines` reaches the terminal's height.
 
     The pager is `PAGER`, usually `less`, which leaves short texts on the screen.
     """
@@ -55,7 +55,7 @@ def paged(console: Console, lines: int) -> Iterator[None]:
 def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on standard error if it is a terminal.
 
-    Yields a function that takes the current task and its completed share.
+    Yields a function that takes the current task and its completed fraction.
     """
     errors = Console(stderr=True)
     if not drawn or not errors.is_terminal:

@@ -27,7 +27,7 @@ from ..report.timeline import (
 
 PAGE = Path("headwise-timeline.html")
 MOST_ALARMS = 10
-"""Maximum number of alarms printed; the page and `--json` have all."""
+"""Maximum number of alarms printed; the page and `--json` contain all of them."""
 
 
 def timeline(
@@ -90,7 +90,7 @@ def _write(runs: list[Timeline], out: Path, reread: float | None = None) -> None
 
 
 def _watch(paths: list[Path], out: Path, every: float) -> int:
-    """Rewrite the page when there are new steps, until Ctrl-C; then write it without reloading."""
+    """Rewrite the page when there are new steps, until Ctrl-C; then once without auto-reload."""
     shown: list[Timeline] = []
     try:
         for runs in _newer(paths, every):
@@ -105,7 +105,7 @@ def _watch(paths: list[Path], out: Path, every: float) -> int:
 
 
 def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
-    """Yield the runs, and again whenever they have new steps."""
+    """Yield the runs now, and again whenever they have new steps."""
     before, waiting, begun = None, "", False
     while True:
         now = [_state(path) for path in paths]
@@ -125,7 +125,7 @@ def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
 
 
 def _state(path: Path) -> list[tuple[int, int]]:
-    """Return time and size of the history and of its log, which change with every write."""
+    """Return the times and sizes of the history and of its log, which change with every write."""
     file = file_of(path)
     log = file.with_name(f"{file.name}-wal")  # readers leave an empty log
     files = [one.stat() for one in (file, log) if one.exists()]
@@ -136,7 +136,7 @@ def _state(path: Path) -> list[tuple[int, int]]:
 
 
 def _document(runs: list[Timeline]) -> dict[str, Any]:
-    """Return one run; or two runs and the differences of their last metrics."""
+    """Return the document of one run, or of two runs and the differences of their last metrics."""
     if len(runs) == 1:
         return runs[0].document()
     a, b, left_out = matched(*runs)

@@ -165,7 +165,7 @@ def _ranks(
 ) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
     """Yield the training ranks, and a function that returns True after a signal to stop.
 
-    `ddp` is the default: models of this command fit on one device, and it transfers the fewest
+    `ddp` is the default: this command's models fit on one device, and `ddp` transfers the fewest
     bytes.
     """
     if not launched():

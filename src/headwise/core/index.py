@@ -1,7 +1,7 @@
-"""Index tensors of a call's matrix, and table lookups at them.
+"""Index tensors into a call's matrix, and table lookups by index.
 
-`i` are queries, `j` keys; they broadcast against each other, as a grid `[t, 1]`, `[1, s]` or as
-single pairs with up to four axes `[B, H, t, s]`.
+`i` indexes queries, `j` keys; they broadcast against each other, as a grid `[t, 1]`, `[1, s]` or as
+individual pairs with up to four axes `[B, H, t, s]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _ends(block: slice | None, size: int) -> tuple[int, int]:
 
 
 def take(ids: Tensor, index: Tensor) -> Tensor:
-    """Return `ids[b, index]`, for ids `[B or 1, S]` and up to four axes, as `[B, 1, t, s]`."""
+    """Return `ids[b, index]` as `[B, 1, t, s]`, for ids `[B or 1, S]` and up to four index axes."""
     if index.dim() < 3:
         return ids[:, index].unsqueeze(1)
     rows = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)

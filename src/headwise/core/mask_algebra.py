@@ -27,7 +27,7 @@ class Mask(Brief):
     """
 
     free = False
-    """True for masks that hold no tensors: equal masks then always mean the same."""
+    """True for masks that hold no tensors, so equal masks always have the same meaning."""
 
     fixed = False
     """True for masks that own their tensors, which never change."""
@@ -50,7 +50,7 @@ class Mask(Brief):
                 f"class {cls.__name__}(Mask): interval() is a shortcut for allowed(), which is the "
                 f"mask's meaning; define allowed(i, j, extent) as well."
             )
-        torch.serialization.add_safe_globals([cls])  # among examples that exports are saved with
+        torch.serialization.add_safe_globals([cls])  # for example inputs saved with exports
         register_pytree_node(
             *(cls, _leaves, lambda leaves, rest: _of_leaves(cls, leaves, rest)),
             serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
@@ -147,7 +147,7 @@ def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
 
 
 def _leaves(mask: Mask) -> tuple[list[Any], Any]:
-    """Return what tensors a mask may hold, for PyTorch's trees, and all else."""
+    """Return the fields that may hold tensors, as leaves of a pytree, and everything else."""
     if not is_dataclass(mask):
         return [], mask
     own = {field.name: getattr(mask, field.name) for field in fields(mask) if field.init}
@@ -156,7 +156,7 @@ def _leaves(mask: Mask) -> tuple[list[Any], Any]:
 
 
 def _of_leaves(kind: type[Mask], leaves: Iterable[Any], rest: Any) -> Mask:
-    """Return the mask again."""
+    """Rebuild a mask from its leaves and the rest."""
     if isinstance(rest, Mask):
         return rest
     names, others = rest
@@ -164,7 +164,7 @@ def _of_leaves(kind: type[Mask], leaves: Iterable[Any], rest: Any) -> Mask:
 
 
 def _named_leaves(mask: Mask) -> tuple[list[Any], Any]:
-    """Return the same with the names of the leaves."""
+    """Return the same as `_leaves`, with the name of each leaf."""
     leaves, rest = _leaves(mask)
     names = [] if isinstance(rest, Mask) else rest[0]
     return [(GetAttrKey(name), x) for name, x in zip(names, leaves, strict=True)], rest

@@ -1,4 +1,4 @@
-"""The struct of the native kernel in ctypes, and its contents.
+"""The native kernel's struct in ctypes, and the values that fill it.
 
 `cpp/headwise.h` documents the fields; `CCall` mirrors its struct field by field, and `CCall.point`
 checks every tensor that it points to: dtype, device, shape, strides and memory.
@@ -40,7 +40,7 @@ _int, _pointer, _three, _four = (
 
 
 class CHost(ctypes.Structure):
-    """`hw_host`: functions of Python."""
+    """`hw_host`: the functions of Python that the kernel calls."""
 
     _fields_ = [(name, _pointer) for name in ("leave", "enter", "stop")]
 
@@ -87,11 +87,11 @@ class CCall(ctypes.Structure):
     def point(
         self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], readers: int = 0
     ) -> None:
-        """Point a field at a tensor, or at a copy if C cannot read it as it is.
+        """Point a field at a tensor, or at a copy if C cannot read the tensor directly.
 
-        It is copied if its last axis has gaps, if a flag stands for negated values or zeros, or if
-        many distant rows, as in a fused projection, are read by many `readers` (`FAR`): each row is
-        then in its own page, and the processor caches fewer pages than that.
+        It is copied if its last axis has gaps, if a flag marks values as negated or zero, or if
+        many distant rows, as in a fused projection, have many `readers` (`FAR`): each row then lies
+        on its own memory page, and the processor caches fewer pages than there are rows.
 
         Raises:
             ValueError: dtype, shape or device is wrong, or the tensor has no memory of its own.
@@ -126,10 +126,10 @@ class CCall(ctypes.Structure):
 
 
 _STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"})
-"""Tensors with a dense last axis and a stride for each other axis; those in no set are dense."""
+"""Tensors with a dense last axis and a stride for each other axis; tensors in no set are dense."""
 
 FAR = 2048, 256
-"""The number of rows, and of their readers, above which rows are copied to be contiguous."""
+"""The numbers of rows and of readers from which rows are copied to be contiguous."""
 
 _SHARED = frozenset({"low", "high", "allowed", "bias"})
 """Tensors with a stride for each axis; shared axes have size 1."""

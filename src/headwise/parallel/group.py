@@ -1,4 +1,4 @@
-"""Process groups of headwise's commands under `torchrun`."""
+"""Process groups for headwise's commands under `torchrun`."""
 
 from __future__ import annotations
 

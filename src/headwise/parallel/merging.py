@@ -43,9 +43,9 @@ def merged(seen: None) -> Watched | Running | HeadEffects: ...
 def merged(seen: Any) -> Any:
     """Merge the results of all ranks, so that every rank has the statistics of one process.
 
-    Every rank of the default process group calls this after its share. Sums, numbers of queries,
+    Every rank of the default process group calls this after its texts. Sums, numbers of queries,
     squared deviations and maxima are merged, never means; a rank without a valid query contributes
-    nothing. Single calls and samples of effects are in the order of ranks. Tensors are on the
+    nothing. Individual calls and effect samples are ordered by rank. Tensors are on the
     device of this rank.
 
     Args:
@@ -101,7 +101,7 @@ def gathered(value: Any) -> list[Any]:
 def largest_logits(seen: Watched, limit: float = 100.0) -> dict[str, Float[Tensor, " H"]]:
     """Return the largest logit of each head over all ranks, for `qk_clip_`; every rank calls this.
 
-    `Monitor(clip=…)` does the same with one small collective in each step; this exchanges objects.
+    `Monitor(clip=…)` does this with one small collective per step; here, ranks exchange objects.
 
     Args:
         seen: the result of `watch(model, MaxLogit())` on this rank, or of `MaxLogit(above=limit)`.

@@ -1,4 +1,4 @@
-"""`Distance`: the mean, absolute and spread of the distance that each query attends."""
+"""`Distance`: the mean, the absolute mean and the spread of each query's attention distance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ABSOLUTE = ("distance_absolute", "distance_share")
 
 @dataclass(frozen=True)
 class Distance(Statistic):
-    """The mean distance that each query attends back, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
+    """The mean distance that each query looks back, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
 
     Negative if a query attends mostly to later positions. `E[j]` is attention with the key's
     position as the value. Weight on a learned sink adds nothing to the distance.
@@ -190,7 +190,7 @@ def _away_before(key: Tensor, here: Tensor) -> Tensor:
 class _Spread(OfPass):
     """The standard deviation of the position of the key, in tokens, `[B, H, n]`; 0 in dead rows.
 
-    It is among the keys only: a sink has no position.
+    It covers the keys only: a sink has no position.
     """
 
     name = "spread"
@@ -208,7 +208,7 @@ _SPREAD = _Spread()
 
 
 class _Variance:
-    """Running weight, mean and variance of key positions (Chan et al. 1979), for p among the keys.
+    """Running weight, mean and variance of key positions (Chan et al. 1979); p sums to 1 over keys.
 
     The blocks of a row can have very different weights, so all sums are in float64.
     """

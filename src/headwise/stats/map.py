@@ -67,7 +67,7 @@ class Map(Statistic):
 
 @dataclass(frozen=True)
 class _BlockSums(Need):
-    """Sums of P over each of n blocks of queries and each of keys: `[B, H, n, n]`."""
+    """Sums of P over each pair of a query block and a key block: `[B, H, n, n]`."""
 
     blocks: int
     name = "map"

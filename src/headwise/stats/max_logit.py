@@ -1,6 +1,6 @@
 """`MaxLogit` and `Norms`: the largest score of each head, and the norms that bound it.
 
-Only rows whose log-sum-exp is large enough to contain the largest score are searched. The bound
+Only rows that can contain the largest score, by their log-sum-exp, are searched. The bound
 `|scale · q_i·k_j| ≤ |scale| · max ‖q‖ · max ‖k‖` costs O(T·D) instead of O(T²·D). Norms and scores
 above a limit always cover all queries of a call, even if `queries=` samples them, since a maximum
 over a sample proves nothing.
@@ -33,7 +33,7 @@ from .statistic import Statistic
 from .view import View, attended_keys
 
 ABOVE = "max_logit_above_"
-"""The name of the largest score above a limit, before the limit."""
+"""The prefix of the name of the largest score above a limit; the limit follows it."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ _QUERY_NORM, _KEY_NORM = _Norm("q"), _Norm("k")
 
 @dataclass(frozen=True)
 class Norms(Statistic):
-    """The largest norm of each head's queries and of its keys: `[B, H]` both. No gradient.
+    """The largest norm of each head's queries, and of its keys: each `[B, H]`. No gradient.
 
     `max ‖q_i‖` is over the queries that may attend to a key, and `max ‖k_j‖` over the keys of the
     head's key/value head that some query may attend to; 0 if there are none. Both are of q and k as
@@ -234,7 +234,7 @@ class Norms(Statistic):
     if `queries=` is given. No score, before softcap and bias, exceeds
     `scale · query_norm · key_norm`.
 
-    Source: the inequality of Cauchy and Schwarz; Dehghani et al. 2023 (logit growth).
+    Source: the Cauchy–Schwarz inequality; Dehghani et al. 2023 (logit growth).
     """
 
     names = ("query_norm", "key_norm")
@@ -325,7 +325,7 @@ def _with_heads(call: Call, heads: Tensor) -> Call:
 
 
 def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
-    """Return `MaxLogit` of another call, by the backend of this one if it can run that call."""
+    """Return `MaxLogit` of another call, using this call's backend if it can run that call."""
     chosen = choose(call) if work.chosen.refuse(call) else work.chosen
     view = View(call, None, False)
     other = Work(view, work.keeps_graph, False, strict=work.strict)

@@ -1,4 +1,4 @@
-"""Run a plan: the call itself, extra calls, passes over the scores, each once; then a `Record`.
+"""Run a plan (the call itself, extra calls, passes over the scores, each once) into a `Record`.
 
 Nothing here holds the T×T matrix.
 """
@@ -25,7 +25,7 @@ from .view import Lazy, View
 
 
 def run(work: Work) -> Record:
-    """Answer every need of a plan, after the call was made.
+    """Answer every need of a plan, after the call has been made.
 
     Raises:
         ValueError: a need does not fit the call.
@@ -44,7 +44,7 @@ def run(work: Work) -> Record:
 def _answers(work: Work, steps: Iterable[tuple[Need, Route, str | None]]) -> dict[Need, Any]:
     """Answer each need: directly by a field of a one-pass backend, or by its route."""
     given, view = work.given, work.view
-    if not (view.keeps_mask or view.keep_mask()):  # its values may change before a metric is read
+    if not (view.keeps_mask or view.keep_mask()):  # the mask may change before a metric is read
         _ = view.valid_rows
         for need, _, field in steps:
             if field:
@@ -59,7 +59,7 @@ class Work:
     """One call whose needs are being answered. Costs are on top of the forward pass.
 
     Args:
-        view: the call, at the observed queries.
+        view: the call, restricted to the observed queries.
         keeps_graph: autograd needs a graph of the call.
         output: whether the call computes its output; or the output, if it is precomputed.
         projection: the weight of the output projection, or a function that returns it.
@@ -76,7 +76,7 @@ class Work:
     """The same call at all queries, if queries are sampled and the log-sum-exp of all is known."""
     whole_out: Tensor | None = None
     whole_lse: Tensor | None = None
-    """The log-sum-exp of all queries if the call computes its output, else of the observed."""
+    """The log-sum-exp of all queries if the call computes its output, else of the observed ones."""
     _mean_key: Tensor
 
     def __init__(
@@ -147,7 +147,7 @@ class Work:
         return whole
 
     def knows_lse(self, needs: Iterable[Need]) -> bool:
-        """Return True if these needs are answered from an LSE that the caller has given.
+        """Return True if these needs can be answered from an LSE given by the caller.
 
         It is the model's own LSE, which for padded queries may differ from that of the call.
         """
@@ -177,7 +177,7 @@ class Work:
         return chosen.sampled(view.original, self.plan.fields, view.rows, view.drawn is not None)
 
     def look_at_every_query(self) -> None:
-        """Compute log-sum-exp and fields of all queries of a call whose queries are sampled."""
+        """Compute the log-sum-exp and fields of all queries of a call whose queries are sampled."""
         with no_graph():
             every = self._at_every_query(None)
             if isinstance(every.backend, Native):
@@ -187,7 +187,7 @@ class Work:
                 call = self.view.original.with_(**tensors, dropout=0.0)
                 every.lse = every.chosen.run(call)[1]  # type: ignore[misc]  # in place of the lazy one
             lse: Tensor = every.lse  # type: ignore[assignment]
-            if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # only CPUs need no wait
+            if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # others would wait
                 self.every = every
 
     def _at_every_query(self, given: RowStatistics | None) -> Work:
@@ -264,7 +264,7 @@ class Work:
         view, call = self.view, self.view.call
         self._mean_key = identities.mean_key(call.k)
         keys = call.k - self._mean_key[:, :, None]
-        # 0 · NaN is NaN, even in rows with weight 0 on the key; the others get NaN by its score.
+        # 0 · NaN is NaN, even in rows with weight 0 on the key; other rows get NaN from its score.
         values = keys.masked_fill(keys.isnan(), 0.0)
         if self.plan.together:
             columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
@@ -306,7 +306,7 @@ class Work:
 
     @property
     def one_pass(self) -> tuple[Native, Call, Tensor]:
-        """A one-pass backend, the call as it reads it, and the log-sum-exp; without gradients."""
+        """A one-pass backend, the call in the form it reads, and the LSE; without gradients."""
         assert isinstance(self.backend, Native)
         return self.backend, self.view.scored_constant, self.lse.detach()
 
@@ -319,7 +319,7 @@ class Work:
         return self.scores.row_figures(figures)
 
     def by_rows(self, need: Need) -> Float[Tensor, "B H n"]:
-        """Return the answer to a need from whole rows, computed with all others of the plan."""
+        """Return the answer to a need from whole rows, computed together with the plan's others."""
         if need not in self._rows:
             wanted = self.plan.rows if need in self.plan.rows else (need,)
             found = self.row_figures([one.row_figure(self) for one in wanted])

@@ -28,7 +28,7 @@ class Running:
 
     * Per query (entropy, masses, …): count, mean, standard deviation and maximum of each head.
     * Per key (`received`): the sums, `[B, H, S]`, which grow with the number of keys.
-    * Maps, offsets, similarities: means, weighted by the number of queries behind each entry.
+    * Maps, offsets, similarities: means, weighted by the number of queries that each entry covers.
 
     `one + other` combines the results of two, for example from different texts or ranks.
 
@@ -118,7 +118,7 @@ class Running:
         return self._part(name).value
 
     def count(self, name: str) -> Tensor:
-        """Return the number of queries (or batch rows) behind each head's metric: `[H]`."""
+        """Return the number of queries (or batch rows) that each head's metric covers: `[H]`."""
         return self._part(name).count
 
     def deviation(self, name: str) -> Tensor:
@@ -197,7 +197,7 @@ class Running:
 
     @classmethod
     def of_state(cls, state: dict[str, Any], device: torch.device | None = None) -> Running:
-        """Return a `Running` from a result of `state()`, on `device`. Default: its own device.
+        """Return a `Running` from a result of `state()`, on `device`. Default: the state's device.
 
         Raises:
             KeyError, TypeError: `state` is not a result of `state()`.
@@ -224,7 +224,7 @@ class Running:
 
 
 def _current(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part in the current format of `state()`, also from files of older versions."""
+    """Return a part in the current format of `state()`, even from files of older versions."""
     given = dict(saved)
     if given["kind"] == "queries":
         named = {"total": given["mean"] * given["count"], "largest": given["maximum"]}
@@ -439,7 +439,7 @@ class _OfKeys(_Part):
 
 @dataclass(eq=False)
 class _Means(_Part):
-    """Means that are joined by the number of queries behind each entry."""
+    """Means that are joined with weights: the number of queries that each entry covers."""
 
     total: Tensor
     over: Tensor
@@ -472,7 +472,7 @@ class _Means(_Part):
 
     def _join(self, total: Tensor, over: Tensor) -> None:
         self.total, self.over = self.total + total, self.over + over
-        self.count = self.over.flatten(1).amax(1)  # the most behind any entry
+        self.count = self.over.flatten(1).amax(1)  # the most queries of any entry
 
     @property
     def value(self) -> Tensor:

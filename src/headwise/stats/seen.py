@@ -88,7 +88,7 @@ class Readings(Mapping[str, Reading]):
     def _of_every_query(
         self, every: Record | None, statistic: Statistic
     ) -> Callable[[str], Callable[[], Reading]] | None:
-        """Return a function of the readings of all queries, if queries are sampled."""
+        """Return a function from a name to a getter of its reading for all queries, or `None`."""
         needs = statistic.needs.values()
         if every is None or not needs or not all(need in every.answers for need in needs):
             return None
@@ -295,8 +295,8 @@ class Seen(HeadTable):
         of all queries. For other metrics, `<name>_se` is the standard error, and the largest logit
         of the sample is `max_logit_sampled`: the true maximum may be higher. A mass whose pattern
         has no target in some rows is averaged over the others, and `<name>_coverage` is their
-        share. A row omits metrics that are unknown for its head (NaN in tensors); `unavailable` has
-        the reasons.
+        fraction. A row omits metrics that are unknown for its head (NaN in tensors); `unavailable`
+        gives the reasons.
         """
         rows = table_rows(self.readings, self.record.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""`Segments`: the attention to each part of a context, as values that are one-hot."""
+"""`Segments`: the attention to each part of a context, computed with one-hot values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Range = tuple[int, int]
 
 
 class Segments(Statistic):
-    """The attention to each segment of the keys: `[B, H, T]` by its name, between 0 and 1.
+    """The attention to each segment of the keys, by name: `[B, H, T]`, between 0 and 1.
 
     For a segment J it is `Σ_{j∈J} p_ij`. As for `Mass`, the mean is over the queries that may
     attend to a key of the segment. All segments are computed together: by one extra attention call
@@ -39,7 +39,7 @@ class Segments(Statistic):
         positions: the number of keys that have a position, if keys without one follow them.
 
     Raises:
-        ValueError: there are no segments, a name is not a string, or positions have another form.
+        ValueError: there are no segments, a name is not a string, or positions are malformed.
 
     >>> import headwise as hw
     >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
@@ -70,10 +70,10 @@ class Segments(Statistic):
     def of_tokens(
         cls, inputs: Int[Tensor, "*B S"] | Mapping[str, Any], tokens: Any, runs: bool = False
     ) -> Segments:
-        """Return the segments of tokens that stand for images, videos or audio, by their ids.
+        """Return the segments of tokens that represent images, videos or audio, by their ids.
 
         Args:
-            inputs: what the model is called with: the output of its processor, or the ids in it,
+            inputs: the inputs of the model: the output of its processor, or the ids in it,
                 `[S]` or `[B, S]`, with one token for each part of an image.
             tokens: the id of each kind, such as `{"image": 151655}`; or a model of transformers or
                 its config, which has them as `image_token_id` (or `image_token_index`),
@@ -83,7 +83,7 @@ class Segments(Statistic):
                 of its kind.
 
         Raises:
-            ValueError: no such id occurs.
+            ValueError: none of these ids occurs.
 
         >>> import headwise as hw
         >>> ids = torch.tensor([[5, 39, 39, 39, 7]])
@@ -126,7 +126,7 @@ class Segments(Statistic):
         return Segments(self.segments, first_key, positions)
 
     def chosen(self, keys: int, device: torch.device) -> Bool[Tensor, "#B S n"]:
-        """Return True for keys in a segment, a column for each segment."""
+        """Return True for the keys in each segment, with one column per segment."""
         place = torch.arange(keys, device=device) + self.first_key
         columns = []
         for given in self.segments.values():

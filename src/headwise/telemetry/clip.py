@@ -1,4 +1,4 @@
-"""QK-clip: scale the weights of heads whose largest score exceeds a limit down to it."""
+"""QK-clip: scale down the weights of heads whose largest score exceeds a limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def qk_clip_(
     *,
     rule: str = "query",
 ) -> dict[str, Float[Tensor, " H"]]:
-    """Scale the weights of heads whose largest score exceeds a limit down to the limit.
+    """Scale down the weights of heads whose largest score exceeds the limit, to reach the limit.
 
     `γ_h = min(1, limit / S_h)`, where S_h is the largest score of head h over all micro-batches of
     the step. Call it after the optimizer's step. Weights and biases of the projections are scaled
@@ -57,9 +57,9 @@ def qk_clip_(
             hold float32 master weights, which are scaled too and rounded to the weights:
             `param.main_param`, `optimizer.state[param]` or `param_groups_master`.
         rule: `"query"` scales queries by γ, so that no other head changes. `"both"` scales queries
-            and keys by √γ each; a key shared by a group is scaled by √ of its smallest γ and each
-            query by the remaining factor, so that each head is scaled by exactly its γ; other heads
-            of the group change by rounding alone.
+            and keys by √γ each; a key shared by a group is scaled by √ of the smallest γ of its
+            heads, and each query by the remaining factor, so each head is scaled by exactly its γ;
+            other heads of the group change only by rounding.
 
     Returns:
         γ by module name, `[H]` in float64, for modules with a scaled head.
@@ -76,7 +76,7 @@ def qk_clip_(
     With LoRA and DoRA (peft), base weights and adapters are both scaled, so the base must be saved
     too, or the adapters merged. In joint attention of two streams (SD3), both are scaled.
 
-    For multi-head latent attention (as named in transformers), `"query"` scales the rows of the
+    For multi-head latent attention (names as in transformers), `"query"` scales the rows of the
     head in `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on
     the rotated query, whose key all heads share.
 
@@ -303,7 +303,7 @@ def _here(x: Tensor) -> Tensor:
 
 
 def _alike(factor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a factor in the form that multiplies a parameter: replicated, if that is sharded.
+    """Return a factor that can multiply a parameter: replicated if the parameter is sharded.
 
     Each rank scales its shard without communication. (Assigning to a slice of a sharded parameter
     has no effect.)
@@ -317,7 +317,7 @@ def _alike(factor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _first_head(own: list[bool], total: int, heads: int, at: str) -> int:
-    """Return the first head of a module in its layer; each head may be a module.
+    """Return the first head of a module in its layer; each head may have its own module.
 
     `own` marks the query tensors of the layer that belong to the module.
     """
@@ -335,7 +335,7 @@ _NORMED = (
 
 
 def _and_around(name: str, most: int = 3) -> list[str]:
-    """Return the names of a module and of the modules around it.
+    """Return the names of a module and of the modules that contain it.
 
     >>> _and_around("layers.0.attn")
     ['layers.0.attn', 'layers.0', 'layers', '']
@@ -347,7 +347,7 @@ def _and_around(name: str, most: int = 3) -> list[str]:
 
 
 def _check_norms(module: nn.Module, at: str) -> None:
-    """Raise ValueError if queries or keys are normalized, by the names of parts and weights."""
+    """Raise ValueError if queries or keys are normalized, judging by names of parts and weights."""
     parts = [n for n, m in module.named_modules() if not isinstance(m, nn.Identity)]
     parts += [n for n, _ in module.named_parameters()]
     if norm := next((n for n in parts if _NORM.search(n.rpartition(".")[2])), None):

@@ -27,7 +27,7 @@ from .rules import Alarm, RecordedStep
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_MARK, _VERSION = 0x68647773, 1  # "hdws": the application id of SQLite, and the version
+_MARK, _VERSION = 0x68647773, 1  # "hdws", SQLite's application id, and the format version
 _SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _WAIT = 0.25
 """Seconds to wait for a file that another process has locked."""
@@ -48,7 +48,7 @@ CREATE TABLE alarms (
 """
 _SCALARS = """CREATE TABLE IF NOT EXISTS scalars (
     step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name));"""
-"""A table that files of earlier versions lack; NULL stands for NaN."""
+"""A table that files of earlier versions lack; NULL means NaN."""
 
 Scalar = tuple[int, str, float]
 """A scalar of a step, such as its loss: the step, the name and the value."""
@@ -59,7 +59,7 @@ class Series(Brief):
     """A metric over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
 
     N counts the heads of all layers, as in `History.heads`. Values are means or maxima, depending
-    on `kind`: NaN for heads that were not captured, infinite if not finite. `errors` are the
+    on `kind`: NaN for heads that were not captured, infinity if not finite. `errors` are the
     standard errors of sampled means, 0 for exact ones. `sampled` `[n]` is True for steps with
     sampled queries.
     """
@@ -74,8 +74,8 @@ class Series(Brief):
 class History:
     """The metrics recorded during training, in one SQLite file that can be read at any time.
 
-    For every step and statistic the file holds sums, squares and counts of each head, or maxima, so
-    that batches with unequal padding merge exactly. A `History` only reads; `Monitor` writes.
+    For every step and statistic the file holds each head's sums, squares and counts, or maxima, so
+    batches with unequal padding merge exactly. A `History` only reads; `Monitor` writes.
 
     Args:
         path: the file.
@@ -409,7 +409,7 @@ _COLUMNS = {"about": 2, "layers": 3, "figures": 6, "alarms": 6, "scalars": 3}
 """The number of columns of each table."""
 
 _SMALL = 1 << 12
-"""The size in bytes below which data is not compressed, as that takes longer than writing."""
+"""The size in bytes below which data is not compressed: compression takes longer than writing."""
 
 
 class _File:

@@ -17,7 +17,7 @@ from .figures import MAXIMUM, Array, HeadMetrics, Heads
 Bools = npt.NDArray[np.bool_]
 
 _LEAST_WINDOW = 5
-"""The minimal number of recorded steps before a jump."""
+"""The minimum number of recorded steps before a jump."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rule:
         above, below: the limit, in the unit of the metric.
         jump: the limit, in robust deviations (1.4826 · MAD) from the median of the previous
             `window` recorded steps, at least 5. A deviation is at least a thousandth of the median.
-        steps: the number of consecutive recorded steps that break the rule.
+        steps: the number of consecutive recorded steps that must break the limit.
         window: the number of recorded steps that a jump is compared with, at least 5.
         name: the name in alarms; by default a description.
         then: `"warn"`; `"stop"`, which saves first; or a function that is called with the alarm.
@@ -122,7 +122,7 @@ class Rule:
     def broken(self, series: Array) -> Bools:
         """Return True for heads whose last value of `[n, N]` breaks the rule; NaN never does.
 
-        Other values that are not finite must be passed as infinite.
+        Other values that are not finite must be passed as infinity.
         """
         now = series[-1]
         if self.above is not None:

@@ -1,4 +1,4 @@
-"""Capture the attention calls of one training step and sum them up."""
+"""Capture the attention calls of one training step and sum their statistics."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class StepNeeds:
         return Statistics.of((*self.of_all, *self.of_some))
 
     def _needs_all_queries(self, statistic: Statistic) -> bool:
-        """Return True for statistics of all queries: always maxima, which a sample only bounds."""
+        """Return True for statistics of all queries (always maxima: a sample only bounds them)."""
         return self.queries is None or isinstance(statistic, MaxLogit | Norms)
 
 
 class StepCapture:
-    """Sum up the attention calls of a model between two optimizer steps.
+    """Sum the statistics of a model's attention calls between two optimizer steps.
 
-    Only training forwards count: the module is in training mode and gradients are enabled, also
-    inside activation checkpointing. Recomputation in a backward pass is not counted twice.
+    Only training forwards count (training mode, gradients enabled), including those inside
+    activation checkpointing. Recomputation in a backward pass is not counted twice.
 
     Args:
         model: any module.
@@ -112,7 +112,7 @@ class StepCapture:
         self._pending: list[tuple[str, Mapping[str, Reading], int, int]] = []
         self._numbers = 0  # in pending readings
         self._reduced: list[tuple[str, bool, list[tuple[int, str, int, int]], Tensor]] = []
-        self._calls_before = 0  # that were reduced already
+        self._calls_before = 0  # calls that were already reduced
         self._bundles = Bundles()
         self._left_out: dict[str, str] = {}
         self._not_meant: dict[str, None] = {}
@@ -178,7 +178,7 @@ class StepCapture:
         self._other_forwards[f"there was only {_ELSEWHERE}"] = None
 
     def _begin(self) -> None:
-        """Begin a forward, with gradients or without."""
+        """Record, at the start of a forward, if gradients are enabled."""
         self._graded = torch.is_grad_enabled() or _in_reentrant_checkpoint()
 
     def _counts(self) -> bool:
@@ -263,7 +263,7 @@ class StepCapture:
         return None
 
     def _draw(self, name: str) -> int:
-        """Return a seed for each call of a module in each forward of a step, on each rank."""
+        """Return a seed that depends on the rank, the step, the forward and the module's call."""
         mixed = (self._seed + rank_of_all()) * 1_000_003 + self._step
         mixed = mixed * 1_000_003 + self.forwards
         return seed_of_call(mixed, self._calls[name]) % 2**62
@@ -293,7 +293,7 @@ class StepCapture:
         return self._sums
 
     def _reduce(self) -> None:
-        """Reduce the pending readings to sums of heads, all at once, on their device."""
+        """Reduce the pending readings to sums per head, all at once, on their device."""
         pending, self._pending, self._numbers = self._pending, [], 0
         collected: list[tuple[str, list[int], Reading]] = []
         for places, (calls,) in together([[readings] for _, readings, _, _ in pending]):
@@ -321,7 +321,7 @@ class StepCapture:
         self._calls_before += len(pending)
 
     def _add_up(self) -> None:
-        """Add up the sums of calls, in one copy to the host."""
+        """Copy the sums of all calls to the host at once, and add them up."""
         reduced, self._reduced = self._reduced, []
         blocks = to_host([block for *_, block in reduced])
         rounds: list[tuple[int, str, dict[str, Tensor], int, int]] = []
@@ -390,7 +390,7 @@ def _in_reentrant_checkpoint() -> bool:
 # ── probes ──────────────────────────────────────────────────────────────────────────────────────
 
 Probe = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any] | Callable[[nn.Module], object]
-"""A batch for the model, by name or in order, or a function that runs the model on one."""
+"""A batch for the model, by name or by position, or a function that runs the model on one."""
 
 
 def run_probe(model: nn.Module, probe: Probe) -> None:
@@ -407,6 +407,6 @@ def run_probe(model: nn.Module, probe: Probe) -> None:
 
 
 def _same_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore the state of the random generators afterwards."""
+    """Return a context that restores the state of the random generators on exit."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     return torch.random.fork_rng(devices=sorted(n for n in devices if n is not None))

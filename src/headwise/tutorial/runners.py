@@ -166,11 +166,11 @@ class Scalars:
 
 
 def _tensor(numbers: list[list[list[float]]]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)  # like Python's numbers
+    return torch.tensor(numbers, dtype=torch.float64)  # like Python's floats
 
 
 class Adapted(nn.Module):
-    """A layer with its own call: `call(layer, x)` returns only the output."""
+    """A layer with a custom call: `call(layer, x)` returns only the output."""
 
     def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()

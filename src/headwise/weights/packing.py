@@ -199,7 +199,7 @@ def _long(part: str) -> str:
 
 
 def written(parts: Parts, sizes: LayerSizes, form: LayerForm) -> Iterable[tuple[str, Tensor]]:
-    """Yield every tensor of a form; optional groups only if they have a part."""
+    """Yield every tensor of a form; optional groups only if at least one of their parts exists."""
     for name, (held, pattern) in form.tensors.items():
         group = next((group for group in form.optional if name in group), None)
         if group is not None and not any(
@@ -330,9 +330,9 @@ def reorder(parts: Parts, old: str | None, new: str | None, rotated: int | None,
 
 
 def regroup(parts: Parts, sizes: LayerSizes, old: bool, new: bool) -> None:
-    """Reorder the query heads for the sharing of keys and values in the target.
+    """Reorder the query heads to match how the target shares keys and values.
 
-    `old` and `new` are `turns` of the layouts.
+    `old` and `new` are the `turns` of the source and target layouts.
     """
     groups, shared = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
     if old == new or 1 in (groups, shared):

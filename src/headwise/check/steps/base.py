@@ -1,4 +1,4 @@
-"""A step, its parts, and the trial of a file; the rows are in `steps.toml`."""
+"""A step, its parts, and the trial of a file in it; `steps.toml` defines the steps."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StepPart:
         return self.name.rpartition(".")[2]
 
     def hint(self, key: str, level: int) -> str:
-        """Return the hint on a variable, an attribute or "return": the purpose of the line, its
-        method, or, at level 3, the line itself."""
+        """Return the hint for a variable, an attribute or "return": the purpose of the line, how to
+        write it, or, at level 3, the line itself."""
         key = key if key in self.hints else [*self.hints][-1]
         texts, code = self.hints[key], self.fill.get(key, "").strip()
         if level < 3 or not (code or len(texts) > 2):
@@ -54,7 +54,7 @@ class StepPart:
 
 
 class StepCall(NamedTuple):
-    """One call of a part and of its twin; `words` is the start of a finding on a difference."""
+    """One call of a part and of its twin; `words` begins the message about a difference."""
 
     run: Callable[[Trial], Any]
     severity: Severity = "error"
@@ -76,9 +76,9 @@ class Step:
 
     Args:
         like: the step whose template is the twin.
-        sizes: the letters of shapes, and the variables that hold these numbers.
+        sizes: the number for each letter of shapes, and for each variable that holds such a number.
         calls: the calls that test a part.
-        final: the findings on all parts together, once every part is right.
+        final: the findings about all parts together, once every part is correct.
         judge: the faults of a part other than wrong numbers.
         refuses: the reason why no part can run, or None.
     """
@@ -116,17 +116,17 @@ def template(name: str) -> str:
 
 @dataclass
 class Trial:
-    """One file in a step; the twin is a trial of the filled template."""
+    """One file tested in a step; the twin is also a trial, that of the filled template."""
 
     step: Step
     source: ParsedFile
     path: Path
-    names: dict[str, str]  # of parts, to names in the file
+    names: dict[str, str]  # from the names of parts to names in the file
     module: ModuleType | None = None
     blank: list[str] = field(default_factory=list)  # parts with a blank
     # Lines of filled blanks, each with the names that it reads.
     ours: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    results: dict[str, Any] = field(default_factory=dict)  # of one call, for the next
+    results: dict[str, Any] = field(default_factory=dict)  # kept from one call for later ones
 
     def get(self, name: str) -> Any:
         """Return the object of a part in the file."""

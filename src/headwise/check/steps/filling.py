@@ -11,7 +11,7 @@ from ..syntax import ParsedFile, names, nodes
 def fill(
     source: ParsedFile, code: Mapping[str, Mapping[str, str]]
 ) -> tuple[ast.Module, dict[int, set[str]], set[str]]:
-    """Fill the blanks of a file with code: for each part, by the key of each blank.
+    """Fill the blanks of a file; `code` holds, for each part, the code for each blank by its key.
 
     Returns:
         The syntax tree, in which every statement keeps its line; the filled lines, each with the
@@ -48,7 +48,7 @@ def innermost(statements: Iterable[ast.stmt], line: int) -> ast.stmt | None:
 
 
 def _is_blank(old: ast.stmt) -> bool:
-    """Return True if a statement only gives None."""
+    """Return True if a statement only assigns, returns or registers None."""
     if isinstance(old, (ast.Assign, ast.AnnAssign, ast.Return)):
         many = old.value.elts if isinstance(old.value, (ast.Tuple, ast.List)) else [old.value]
         return all(one is None or getattr(one, "value", one) in (None, ...) for one in many)

@@ -69,7 +69,7 @@ def _keep(one: Trial, name: str, given: dict[str, Any]) -> Any:
 
 
 def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wrong | None:
-    """Return a fault besides the numbers: missing keys or values, or a cut graph."""
+    """Return a fault other than wrong numbers: missing keys or values, or a disconnected graph."""
     results = trial.results
     if search is not None:
         return _wrong_cache(search) if part.name == "attention" else None
@@ -86,7 +86,7 @@ def _judge(trial: Trial, _: Trial, part: StepPart, search: Search | None) -> Wro
 
 
 def _wrong_cache(search: Search) -> Wrong | None:
-    """Return which of `keys` and `values` lacks the first token when it is used."""
+    """Return the fault that `keys` or `values` lacks the first token when it is used."""
     events = [one for one in search.watch.events if one.frame == search.watch.events[0].frame]
     first = {one.name: one for one in reversed(events)}
     if not {"query", "key", "value"} <= {*first}:

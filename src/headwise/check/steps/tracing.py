@@ -21,7 +21,7 @@ from .filling import innermost
 GROWS = ("append", "extend", "insert")
 """Methods that change a list."""
 HIDDEN = -1e4
-"""Scores below it count as hidden."""
+"""Scores below this value count as hidden."""
 LISTS = {"floats", "Values", "new Values", "tensors"}
 
 
@@ -63,7 +63,7 @@ class Numbers(NamedTuple):
 
 
 def plain(value: Any) -> Numbers | None:
-    """Return the numbers in a value; None where there are none, or in lists of several lengths."""
+    """Return the numbers in a value; None if there are none, or if its lists differ in length."""
     if isinstance(value, Tensor):
         return Numbers("tensor", value.detach().double().clone())
     leaf = value
@@ -86,9 +86,9 @@ def _floats(value: Any) -> Any:
 
 
 class Event(NamedTuple):
-    """A value that a variable gets in a line, or, with the name "return", the result of a function.
+    """A new value of a variable at a line or, with the name "return", the result of a function.
 
-    `frame` is the call of the line, `time` counts executed lines, and `caller`, of "return", is the
+    `frame` identifies the call, `time` counts executed lines; `caller`, only of "return", is the
     frame and the time of the calling line.
     """
 
@@ -112,7 +112,7 @@ class _Frame:
 
 
 class Watch:
-    """Record the values of variables of a part, and of its helpers, in a call."""
+    """Record the values of the variables of a part, and of its helpers, during a call."""
 
     def __init__(self, trial: Trial, part: StepPart) -> None:
         self.trial, source, name = trial, trial.source, trial.names[part.name]
@@ -150,7 +150,7 @@ class Watch:
         return self.lines[line]
 
     def loops(self, one: Event) -> list[ast.For]:
-        """Return the loops that an event's line stands in."""
+        """Return the loops that contain an event's line."""
         loops = nodes(ast.For, *self.frames[one.frame].function.body)
         return [each for each in loops if each.lineno < one.line <= (each.end_lineno or 0)]
 

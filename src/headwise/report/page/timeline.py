@@ -1,4 +1,4 @@
-"""The timeline: the history of a run as one HTML file that requires no other file.
+"""The timeline: the history of a run as one self-contained HTML file.
 
 The page is `timeline.html`, which `make page` builds from `src/`, with packed values inserted. It
 is drawn on a canvas, without Plotly, because it may have a million cells and is reloaded during
@@ -26,13 +26,13 @@ from headwise.telemetry import History
 from .parts import check_out, fill, packed, part, version, write_html
 
 LARGEST = 4_600_000
-"""The maximal number of characters of packed values: a page of 5 MB."""
+"""The maximum number of characters of packed values: a page of 5 MB."""
 
 ROOM = LARGEST * 3 // 4
 """The same limit in bytes before base64, which encodes three bytes as four characters."""
 
 MOST_POINTS = 2000
-"""The maximal number of values of a scalar, such as the loss, on a page."""
+"""The maximum number of values of a scalar, such as the loss, on a page."""
 
 _TITLES = {
     "lse": ("Log of the softmax denominator", "logit", "ln Σ exp of a query's scores."),
@@ -239,7 +239,7 @@ def _pooled(track: Track, starts: np.ndarray) -> Array:
 
 
 def _crowd(values: Array) -> list[list[float]]:
-    """Return quartiles over the heads `[3, columns]` of finite values, to five digits."""
+    """Return the quartiles of finite values over the heads, `[3, columns]`, to five digits."""
     filled = np.where(np.isfinite(values), values, np.nan)
     there = ~np.isnan(filled).all(axis=1)
     found = np.full((3, len(values)), np.nan)
@@ -278,7 +278,7 @@ def _provenance_lines(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
 
 
 def _unavailable(reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """List the metrics that layers lack with the reason; group layers by reason.
+    """List the metrics that layers lack, with reasons; group layers by metric and reason.
 
     >>> _unavailable({"h.0": {"key_norm": "hidden"}, "h.1": {"key_norm": "hidden"}})
     ['key_norm of h.0, h.1: hidden']
