@@ -55,7 +55,7 @@ class HeadTable(ABC):
 
 
 def frame_of(name: str, table: Callable[[], Any], instead: str = "table()") -> DataFrame:
-    """Return a table as a pandas `DataFrame`; an `ImportError` names the method of `name`."""
+    """Return a table as a pandas `DataFrame`; an `ImportError` suggests `{name}.{instead}`."""
     try:
         from pandas import DataFrame
     except ImportError:

@@ -24,12 +24,12 @@ BIAS_AT_A_TIME = 1 << 22
 """The largest number of elements in the bias of a tile (16 MiB in float32)."""
 
 ROWS_AT_A_TIME = 512
-"""The number of queries of a tile with a bias, small so that most of a causal mask is skipped."""
+"""The largest number of queries in a tile with a bias; a small one skips more hidden keys."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries and keys: `causal` (square, upper-left), a bias, or neither.
+    """Some queries and keys, with a `causal` mask (square, upper-left), a bias, or neither.
 
     The bias is −inf at masked pairs. `dead` `[B or 1, H or 1, t]` marks rows in which it is −inf
     everywhere; `None` if there are none.
@@ -63,7 +63,7 @@ def single_tile(mask: Mask, extent: Extent, device: torch.device) -> Tile | None
 
 
 def cut(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
-    """Yield the tiles of a call whose mask no flag expresses."""
+    """Yield the tiles of a call whose mask cannot be expressed by a flag of the kernel."""
     device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
     offset = extent.offset
     end = offset + extent.queries
@@ -105,7 +105,7 @@ def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: Bounds, rows: slice) 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The first and last key of each query over batch and heads, and the keys visible to all."""
+    """Each query's first and last visible key in any batch row or head, and those seen in all."""
 
     first: list[int]
     open_first: list[int]
@@ -128,7 +128,7 @@ class Bounds:
         return cls(first, low.amax((0, 1)).tolist(), high.amin((0, 1)).tolist(), last)
 
     def edges(self, rows: slice) -> list[tuple[int, int, bool]]:
-        """Return ranges of keys `(start, stop, open)` of these rows; open ranges need no bias."""
+        """Return key ranges `(start, stop, open)` for these rows; open ranges need no bias."""
         first, last = min(self.first[rows]), max(self.last[rows])
         low, high = max(self.open_first[rows]), min(self.open_last[rows])
         if last <= first:
@@ -140,7 +140,7 @@ class Bounds:
 
 
 def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
-    """Return the causal flag of a kernel that needs no bias for the mask; else `None`."""
+    """Return the kernel's causal flag if the mask needs no bias, else `None`."""
     square = extent.queries == extent.keys
     if type(mask) is Everything or (type(mask) is Causal and 0 < extent.keys <= extent.offset + 1):
         return False if extent.keys else None
@@ -174,8 +174,8 @@ def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice
 
 
 def bias_size(mask: Mask, extent: Extent, device: torch.device) -> int:
-    """Return the number of elements of the whole mask as a bias."""
-    # One row and one column show which axes the mask has.
+    """Return the number of elements in a bias for the whole mask."""
+    # One query and one key show whether the mask has batch and head axes.
     i, j = grid(extent, device, slice(0, 1), slice(0, 1))
     axes = [1, 1]
     for part in (mask.allowed(i, j, extent), mask.bias(i, j, extent)):

@@ -32,7 +32,7 @@ def modes() -> list[Any]:
 
 
 def push_mode(mode: Any) -> None:
-    """Put a function mode on the stack, out of the order of `with` blocks."""
+    """Push a function mode onto the stack; the order need not be that of `with` blocks."""
     overrides._push_mode(mode)
 
 
@@ -47,10 +47,10 @@ def in_backward() -> bool:
 
 
 def unnoticed(modes_of: type, hooks_of: type) -> Callable[[], None]:
-    """Let PyTorch ignore function modes of one class, and global hooks whose owner is of another.
+    """Make PyTorch ignore function modes of one class and global hooks owned by another class.
 
-    It uses its fused layers only if no function mode is active, and compiled modules, which call
-    global hooks twice, warn about these. Return a function that undoes it.
+    PyTorch uses its fused layers only if no function mode is active, and compiled modules, which
+    call global hooks twice, warn about them. Return a function that undoes the change.
     """
 
     def has_torch_function(tensors: Any) -> bool:
@@ -104,9 +104,9 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 
 def arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an operator, such as `torch.ops.aten.add.Tensor`, by name.
+    """Return the arguments of a call to an operator, such as `torch.ops.aten.add.Tensor`, by name.
 
-    Missing ones have their defaults.
+    Missing ones get their default values.
     """
     known = _defaults(operator)
     return known | dict(zip(known, args, strict=False)) | kwargs
@@ -153,7 +153,7 @@ def global_hooks() -> list[Callable[..., Any]]:
 class LogSumExp(TorchDispatchMode):
     """Mode that records the log-sum-exp of `F.scaled_dot_product_attention`, if its kernel has one.
 
-    The output keeps its bits: the same kernel runs, with the log-sum-exp as an additional output.
+    The output is bitwise equal: the same kernel runs and also returns the log-sum-exp.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class LogSumExp(TorchDispatchMode):
         return out
 
     def of(self, heads: int, queries: int) -> Tensor | None:
-        """Return the log-sum-exp `[B, H, T]` of a single call with so many heads and queries."""
+        """Return the only call's log-sum-exp `[B, H, T]`; `None` if it does not fit these sizes."""
         if len(self._recorded) != 1 or not self._recorded[0].numel():
             return None
         lse = self._recorded[0].detach()
@@ -213,7 +213,7 @@ def forced_eager() -> bool:
 
 
 def compiled(module: nn.Module) -> str:
-    """Return the kind of compilation of a module as a clause; "" if it is not compiled."""
+    """Return a clause that says how a module is compiled; "" if it is not."""
     if "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
         return "compiled by torch.compile"
     forward = vars(module).get("forward")
@@ -227,11 +227,11 @@ def compiled(module: nn.Module) -> str:
 def compile_with(
     wrap: Callable[[Any, types.FrameType], Any], ended: Callable[[types.FrameType], None]
 ) -> Callable[[], None]:
-    """Let PyTorch's compiler use the callback that `wrap` returns for its own callback.
+    """Make PyTorch's compiler use the callback that `wrap` returns in place of its own.
 
     `wrap` is called when compiled code starts, and `ended` when it has ended, both with the calling
     frame; `ended` may also be called with other frames. Return a function that undoes it. Graphs
-    are cached by backend: that of the callback, unless `wrap` returns one of `compiling_with()`.
+    are cached by backend, that of the original callback unless `compiling_with()` made the new one.
     """
     before, set_frame = compiler()._callback_from_stance, compiler().set_eval_frame
 
@@ -271,7 +271,7 @@ def compiling_with(backend: Callable[..., Any]) -> Any:
 
 
 def more_graphs() -> Any:
-    """Double the limit of recompilations: instrumented and plain graphs both count."""
+    """Return a context with twice the recompile limit: instrumented and plain graphs both count."""
     config: Any = sys.modules["torch._dynamo.config"]
     return config.patch(recompile_limit=2 * config.recompile_limit)
 
@@ -294,12 +294,12 @@ def add_buffer(graph: torch.fx.GraphModule, name: str, tensor: Tensor) -> None:
 
 
 def example_of(node: torch.fx.Node) -> Any:
-    """Return the value of a graph's input when the compiler recorded it; None if it is freed."""
+    """Return the value that a graph's input had when the compiler recorded it; None if freed."""
     return getattr(node.meta.get("grapharg"), "example", None)
 
 
 def hint_of(size: torch.SymInt) -> int:
-    """Return the value of a dynamic size when the compiler recorded the graph."""
+    """Return the value that a dynamic size had when the compiler recorded the graph."""
     return int(size.node.hint)
 
 
@@ -309,7 +309,7 @@ def skipped(code: types.CodeType) -> bool:
 
 
 def outside_graphs(function: _F) -> _F:
-    """Decorate a function that causes a graph break, which is an error in a full graph.
+    """Decorate a function so that a call to it breaks the graph, an error with `fullgraph=True`.
 
     The compiler is loaded when the function first runs, not here.
     """
@@ -332,12 +332,12 @@ def has_parts(module: nn.Module) -> bool:
 
 
 def table_of(bias: Any, device: torch.device) -> Tensor:
-    """Return the mask that a `CausalBias` stands for."""
+    """Return the mask that a `CausalBias` represents."""
     return bias._materialize(device)
 
 
 def version(x: Tensor) -> int:
-    """Return the number of in-place changes of a tensor that PyTorch has counted."""
+    """Return PyTorch's count of in-place changes to a tensor."""
     return 0 if x.is_inference() else x._version
 
 

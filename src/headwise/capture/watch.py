@@ -23,7 +23,7 @@ from .modules import Heads, Modules, check_model, declared_heads
 from .parts import streams_of
 
 DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
-"""The default of `watch()`: the log-sum-exp provides all of it almost for free."""
+"""The default statistics of `watch()`, which the log-sum-exp provides almost for free."""
 
 
 @contextmanager
@@ -41,13 +41,13 @@ def watch(
     """Record statistics of every head of a model while it runs; outputs stay bit for bit the same.
 
     Captures attention through `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and
-    PyTorch's transformer layers (also the fused ones used in evaluation), `flex_attention`,
+    PyTorch's transformer layers (including the fused ones used in evaluation), `flex_attention`,
     `varlen_attn`, transformers models with any `attn_implementation`, headwise's own layer,
-    `attend` and `observe` in any module, and a softmax over the last axis that is multiplied with
-    values. Only the statistics are kept. On exit, also after an exception, the model is restored.
-    Calls are captured in any thread, one at a time, for example those of `generate` in a streamer's
-    thread. Models compiled by `torch.compile` stay compiled: calls of
-    `F.scaled_dot_product_attention` and of headwise are captured in their graphs. Graphs that
+    `attend` and `observe` in any module, and a softmax over the last axis that is multiplied by
+    values. Only the statistics are kept. On exit, even after an exception, the model is restored.
+    Calls in any thread are captured, one at a time, such as those of `generate` in a streamer's
+    thread. Models compiled by `torch.compile` stay compiled: calls to
+    `F.scaled_dot_product_attention` and to headwise are captured in their graphs. Graphs that
     attend in other ways run in eager mode.
 
     If queries and keys belong to one sequence, a key that no query may attend to is padding. The
@@ -58,7 +58,7 @@ def watch(
         statistics: the statistics of every call, such as `Entropy()`, `Mass(Previous())`; by
             default those of `DEFAULT`: entropy, and the weight on the first token, on the previous
             token and on the query's own.
-        queries: observe only so many sampled queries of every call, or these, as in `observe()`.
+        queries: how many queries to sample in each call, or which ones, as in `observe()`.
         seed: the seed of the samples; every call of a module and every rank derives its own from it
             (with `gradients`, all use the same), so that sampling errors average out over calls.
             Use a different seed for each result that is added to others later.
@@ -68,20 +68,20 @@ def watch(
             a loss, as in `observe()`; by default statistics are detached. Activation checkpointing
             must then use `use_reentrant=False`.
         modules: watch only these: a pattern of qualified names such as `"encoder.*"`, the number of
-            a layer (2 or `"L2"`), a list of them, or a function that returns True for a name; for
-            statistics that fit only some modules.
+            a layer (2 or `"L2"`), a list of them, or a function that returns True for a name. Use
+            this for statistics that fit only some modules.
         padding: False counts every query. Required for strictly causal masks, sparse graphs, and
             cross-attention by sdpa with as many keys as queries, whose unattended keys cannot be
             distinguished from padding.
         heads: the number of heads, such as 12, if the head axis of a function's tensors is
             ambiguous; or the axis from the end, such as -3 of `[batch, heads, length, width]`; or a
-            dict of either by patterns of module names.
+            dict from patterns of module names to either.
 
     Raises:
-        ValueError: a model, or a part of it, is compiled by `torch.jit`; a statistic is given
-            twice; a flag is neither True nor False; queries that no call could have; `running`
-            together with `gradients`; while the model runs, statistics that do not fit a call, with
-            the name of the module, or a transform of `torch.func`; `gradients` with reentrant
+        ValueError: the model, or a part of it, is compiled by `torch.jit`; a statistic is given
+            twice; a flag is neither True nor False; no call can have these `queries`; `running` is
+            used with `gradients`; while the model runs, statistics do not fit a call (the error has
+            the module's name), `torch.func` transforms it, or `gradients` is used with reentrant
             activation checkpointing.
         RuntimeError: the model is called while another thread is calling it; or it is compiled, and
             another thread calls it.
@@ -122,11 +122,11 @@ def watch(
     declared = None if heads is None else declared_heads(heads)
     bundles = Bundles()
     observe = AttentionCall.observe if running or gradients else bundles.observe
-    with_graph: set[str] = set()  # the modules of which a call was captured with its graph
+    with_graph: set[str] = set()  # modules with a call that was captured with its graph
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        # What a backward pass recomputes was counted before; only its graph must be as it was.
+        # Calls that backward recomputes were counted before; only their graphs must be rebuilt.
         if call.again and not gradients:
             return
         if call.again and call.name not in with_graph:

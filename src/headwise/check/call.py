@@ -1,7 +1,7 @@
 """Call a layer by its signature, or by a call that the user shows.
 
 The plain call passes x once, or as query, key and value, and leaves all other arguments at their
-defaults. If an unknown argument is required, a `Question` requests a shown call, a one-line lambda.
+defaults. If an unknown argument is required, a `Question` asks the user to show a call, a lambda.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NEUTRAL: dict[str, Any] = {
     "dropout": 0.0,
     "start": 0,
 }
-"""Neutral values of required arguments."""
+"""Neutral values for required arguments."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class ShownCall:
     """A call shown by the user: `lambda layer, x, keep: layer(x, mask=keep)`.
 
     Raises:
-        Question: it fails outside the layer, or its parameters have other names.
+        Question: the call fails outside the layer, or a parameter's name is not in `NAMED`.
     """
 
     shown: Callable[..., Any]
@@ -213,7 +213,7 @@ class ShownCall:
 
 
 def _usual(name: str, x: Tensor, given: Mapping[str, Any]) -> Any:
-    """Return the default of a named input that a probe does not set."""
+    """Return a named input as a probe sets it, or else its default."""
     memory = given.get("memory", x)
     if name in given:
         return given[name]
@@ -227,7 +227,7 @@ def _usual(name: str, x: Tensor, given: Mapping[str, Any]) -> Any:
 
 
 def reached(layer: Any, error: BaseException) -> bool:
-    """Return True if an error came from within the layer, not from the call around it."""
+    """Return True if an error came from within the layer, not from the code that calls it."""
     frame = error.__traceback__
     while frame is not None:
         own = frame.tb_frame.f_locals.get("self")
@@ -244,7 +244,7 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
     """Return the call that follows from the signature of a layer.
 
     Raises:
-        Question: an argument is required that is not guessed; the message has a lambda to copy.
+        Question: a required argument cannot be guessed; the message has a lambda to copy.
     """
     forward = getattr(layer, "forward_like", layer.forward)
     found = signature(forward)
@@ -348,7 +348,7 @@ AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]"}
 
 
 class FunctionLayer(nn.Module):
-    """A layer that applies projections of headwise, then a plain function of q, k and v."""
+    """A layer that applies headwise's own projections, then a plain function of q, k and v."""
 
     def __init__(
         self, function: Callable[..., Any], axes: str, width: int, heads: int, groups: int

@@ -1,4 +1,4 @@
-"""Probe masks, padding, another sequence and positions, as named in the call.
+"""Probe the masks, padding, second sequence and positions that a call names.
 
 A shown call defines the meaning of its names, and each is tested. For a plain call, the usual forms
 of a mask are tried, and the verdict reports the form that works.
@@ -22,12 +22,12 @@ from .verdict import Finding
 
 FEW = {"mask": ("may", "hidden", "ones", "added", "zeros"), "flag": ("flag",)}
 NEARLY = 0.02
-"""If a hidden token keeps less than this share of a visible one's influence, the fill of the mask
+"""If a hidden token has less than this fraction of a visible one's influence, the mask's fill
 is not negative enough."""
 
 
 def _allow(tokens: int) -> Tensor:
-    """Return an irregular mask in which every token sees itself and another one."""
+    """Return an irregular mask in which every token sees itself and about half of the others."""
     draw = torch.Generator().manual_seed(3)
     allow = torch.rand(tokens, tokens, generator=draw) > 0.5
     return allow | torch.eye(tokens, dtype=torch.bool)
@@ -131,7 +131,7 @@ class _Tried:
         if ctx.near(shut, plain):
             self.ignored += 1
             return
-        if form.kind == "added":  # a finite number distinguishes a factor from a sum
+        if form.kind == "added":  # a finite fill distinguishes adding from multiplying
             own = replace(call, forms={**call.forms, channel: replace(form, fill=-1e4)})
             trial = replace(ctx.exact, call=own)
         gap, why = _leaks(ctx, trial, channel, some)
@@ -157,7 +157,7 @@ def _is_causal(ctx: Probing) -> bool:
 
 
 def _opens(ctx: Probing, trial: Target, full: Tensor) -> bool:
-    """Return True if tokens see later ones only if a padding mask that hides nothing is passed."""
+    """Return True if tokens see later ones only when passed a padding mask that hides nothing."""
     try:
         seen = trial.influence(ctx.x[-1:], keep=full[-1:])
     except Exception:
@@ -166,8 +166,8 @@ def _opens(ctx: Probing, trial: Target, full: Tensor) -> bool:
 
 
 def _leaks(ctx: Probing, trial: Target, channel: str, some: Tensor) -> tuple[float, str | None]:
-    """Return the influence of hidden tokens relative to visible ones, and the reason unless it is
-    0: "queries" (hidden instead of keys) or "small" (the fill)."""
+    """Return the influence of hidden tokens relative to visible ones, and a reason if one is known:
+    "queries" (they are hidden instead of keys) or "elsewhere" (other sequences change)."""
     try:
         with torch.no_grad():
             if channel == "keep":
@@ -279,7 +279,7 @@ def _named_causal(target: Target) -> bool:
 
 
 def _triangular(table: Tensor) -> bool:
-    """Return True if a square table holds one number above its diagonal and another below."""
+    """Return True if a square table has one number above its diagonal and a different one below."""
     if table.ndim < 2 or table.shape[-1] != table.shape[-2] or table.shape[-1] < 2:
         return False
     if isinstance(table, nn.Parameter):
@@ -457,7 +457,7 @@ def _mixes(ctx: Probing, memory: Tensor) -> bool:
 
 
 def rotary(ctx: Probing) -> Finding | None:
-    """Move all tokens to later positions: only distances count."""
+    """Move all tokens to later positions: only their distances may affect the output."""
     if "start" not in ctx.target.takes or not ctx.target.shown:
         return None
     out = ctx.call(ctx.x, start=5)

@@ -81,7 +81,7 @@ def calling_role(name: str) -> str | None:
 
 
 def parts_of(name: str) -> str:
-    """Return the projections that a name refers to: letters of q, k and v in its order, or `o`.
+    """Return the projections that a name refers to: q, k and v in the order they occur, or `o`.
 
     >>> [parts_of(name) for name in ("W_query", "Wqkv", "c_attn", "key_value", "out_proj", "fc1")]
     ['q', 'qkv', 'qkv', 'kv', 'o', 'o']

@@ -172,7 +172,7 @@ def look(
 def _ranks(timeout: float) -> Iterator[tuple[bool, Once]]:
     """Join the process group if torchrun started this process.
 
-    Yields True on the first rank, and a function that runs a function there and shares its result.
+    Yields True on the first rank, and a function that runs a callable there and shares its result.
     """
     if not launched():
         yield True, lambda make: make()
@@ -235,7 +235,7 @@ def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) 
 
 
 def _is_text(text: str) -> bool:
-    """Return True if this is a text itself, and False if it names a file or a pipe.
+    """Return True if this is the text itself, and False if it names a file or a pipe.
 
     Raises:
         LookError: it is empty; or it looks like a file name or path, but no such file exists.
@@ -281,7 +281,7 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
 
 
 def _losses(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Return the line of both losses, or nothing if one has none or they are of other tokens."""
+    """Return a line with both losses; empty if one is missing or their tokens differ."""
     losses = a.get("loss_text"), b.get("loss_text")
     if None in losses or a.get("loss") != b.get("loss"):
         return ""

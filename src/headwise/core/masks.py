@@ -129,7 +129,7 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
-    """Only the real keys of each batch row: `lengths[b]` of them, at the left end of the row.
+    """Only the real keys of each batch row: `lengths[b]` of them, on the side without padding.
 
     `side` is the side of the padding: `"right"` (the default) or `"left"`. Lengths are clamped to
     the range from 0 to the number of keys.
@@ -319,7 +319,7 @@ class Bias(_Table):
 
 @dataclass(frozen=True)
 class ALiBi(Mask):
-    """Attention with linear biases: `−slope_h · |distance|`; slopes are a geometric series in h.
+    """Attention with linear biases: `−slope_h · |distance|`; slopes are a geometric sequence in h.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -331,7 +331,7 @@ class ALiBi(Mask):
     free = True
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        # In the widest dtype: calls in float64 must not get values that float32 has rounded.
+        # In the widest dtype: calls in float64 must not get values rounded to float32.
         widest = torch.float32 if i.device.type == "mps" else torch.float64
         slopes = alibi_slopes(extent.heads, i.device, widest).view(1, -1, 1, 1)
         return -slopes * (i + extent.offset - j).abs()
@@ -350,7 +350,7 @@ class ALiBi(Mask):
 def alibi_slopes(
     heads: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " H"]:
-    """Return the slope of each head, in an explicit dtype."""
+    """Return the slope of each head, in the given dtype."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]

@@ -1,7 +1,7 @@
 """The modes of PyTorch that a call may run in: traces, transforms, forward derivatives.
 
 Most of attention is plain operators, which work in all modes and on tensors without values.
-Decisions that depend on the values of a tensor do not, and must check these functions first.
+Code that depends on the values of a tensor does not, and must call these functions first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def traced() -> bool:
-    """Return True if the call is being recorded for other values, or runs without values.
+    """Return True if the call is being recorded for use with other values, or runs without values.
 
     This is the case in `torch.compile`, `torch.export`, `torch.jit.trace`, `make_fx` and
     `FakeTensorMode`. Decisions made now become part of the trace.
@@ -30,7 +30,7 @@ def traced() -> bool:
 
 
 def no_graph() -> AbstractContextManager[object]:
-    """Return a context that builds no graph of computations on detached tensors.
+    """Return a context in which computations on detached tensors build no graph.
 
     It is a null context under export, as PyTorch cannot save such a region if it returns nothing.
     """

@@ -1,4 +1,4 @@
-"""Numbers given by callers, of Python or NumPy; booleans do not count as numbers."""
+"""Numbers from callers, as Python or NumPy types; booleans do not count as numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST = 1 << 62
 
 
 def as_int(value: object) -> int | None:
-    """Return a whole number, `LONGEST` at most; `None` for others: True, 2.0, "2", a tensor.
+    """Return a whole number, at most `LONGEST`; `None` for anything else: True, 2.0, "2", a tensor.
 
     >>> as_int(3), as_int(2**70) == LONGEST, as_int(True), as_int(2.0)
     (3, True, None, None)
@@ -98,7 +98,7 @@ def format_value(value: object) -> str:
     """Return a value as one short line."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"{value.dtype} {list(value.shape)}"
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write long ones
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print long ones
         return f"a whole number of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"a {type(value).__name__}"

@@ -29,7 +29,7 @@ Observer = Callable[[Call, str, Callable[[], Tensor] | Tensor], Tensor]
 It returns the tensor that replaces the output."""
 
 observers: list[Observer] = []
-"""At most one. Calls in code that is being compiled are not observed."""
+"""At most one observer. Calls in code that is being compiled are not observed."""
 
 
 class _Here(threading.local):

@@ -15,7 +15,7 @@ _SPARE = 64
 class KVCache:
     """The past keys and values of one attention layer; use one cache per layer.
 
-    `KVCache()` grows: its capacity doubles when it is full, so most tokens copy no earlier ones.
+    `KVCache()` grows: its capacity doubles when it is full, so most appends copy no earlier tokens.
     `KVCache(max_length=n)` allocates its memory once, on the first `append`; token n + 1 raises
     ValueError. `KVCache(window=n)` keeps the keys that a mask `Window(n)` can still reach: the last
     n - 1 keys before the next chunk. Its memory does not grow with the text. Masks that address
@@ -148,7 +148,7 @@ class KVCache:
             )
         if self._room is None:
             return
-        if not self._seen:  # reset: the memory may be kept, but the shape may change
+        if not self._seen:  # after `reset`: the memory may be kept, but the shape may change
             if not _alike(k, self._room[0]) or not _alike(v, self._room[1]):
                 self._room, self._own = None, False
             return
@@ -187,7 +187,7 @@ class KVCache:
             rows = min(2 * self.window, max(kept + count + _SPARE, 2 * (kept + count)))
         else:
             rows = max(kept + count + _SPARE, 2 * kept)
-        with torch.inference_mode(False), torch.no_grad():  # writable in either mode, later too
+        with torch.inference_mode(False), torch.no_grad():  # writable later, in either mode
             rooms = [new.new_empty(*new.shape[:2], rows, new.shape[3]) for new in (k, v)]
         if self._room is not None and kept:
             for room, old in zip(rooms, self._room, strict=True):

@@ -57,7 +57,7 @@ def manual_topics() -> dict[str, str]:
 
 
 def manual(held_out: float = 0.1) -> Corpus:
-    """Return Python's manual as a corpus: the last `held_out` of the topics by name are held out.
+    """Return the manual as a corpus; the last fraction `held_out` of topics by name is held out.
 
     Topics quote one another (`typesseq` contains `typesseq-mutable`), so every paragraph of a
     held-out topic is also removed from the training topics.
@@ -105,7 +105,7 @@ def manual_passage(topic: str = "with") -> str:
 
 
 def files(paths: Sequence[str | Path], held_out: float = 0.1) -> Corpus:
-    """Read text files as a corpus: the last `held_out` of each, from a line's start, is held out.
+    """Read files as a corpus; the last fraction `held_out` of each, from a line start, is held out.
 
     Raises:
         TextError: a file is missing, empty or not UTF-8; `held_out` is not between 0 and 1.
@@ -257,7 +257,7 @@ def bigram_loss(train: Int[Tensor, " N"], inputs: Tensor, targets: Tensor, vocab
     `inputs`.
 
     The model is interpolated Kneser–Ney (Kneser and Ney 1995; Chen and Goodman 1999, eq. 21) with
-    the discount `n1 / (n1 + 2·n2)` and a uniform fallback, the strongest bigram in common use.
+    the discount `n1 / (n1 + 2·n2)` and a uniform fallback, the strongest such model in common use.
     """
     pairs, counts = torch.unique(train[:-1] * vocab + train[1:], return_counts=True)
     counts = counts.double()

@@ -1,4 +1,4 @@
-"""A fused projection whose sections are sharded over ranks, under the names of checkpoints."""
+"""A fused projection with sections sharded over ranks, stored under the usual checkpoint names."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torch.distributed.tensor import (
 
 
 class Sections(nn.Module):
-    """The rows of q, k and v of one projection, each section sharded over ranks by itself.
+    """The q, k and v rows of one projection, with each section sharded over ranks separately.
 
     A contiguous block of rows would mix sections, so each section is a parameter of its own,
     `[rows, in]`, with its heads sharded over ranks. In a `state_dict` they are `weight` and `bias`
-    as before, with all rows, so that checkpoints fit any number of ranks. Optimizer state is by
-    section.
+    as before, with all rows, so checkpoints fit any number of ranks. Optimizer state is kept
+    per section.
 
     Args:
         linear: the projection; its rows are those of the sections, one after another.
         rows: the number of rows of each section, by its name.
         placements: the placement of each section along its rows: `Shard(0)` or `Replicate()`.
         mesh: the ranks, one axis.
-        transposed: its weight is `[in, rows]`, as GPT-2's.
+        transposed: True if the weight is `[in, rows]`, as in GPT-2.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Sections(nn.Module):
         self.register_load_state_dict_pre_hook(_split)
 
     def forward(self, section: str, x: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
-        """Multiply by these rows of a section on this rank, `[..., rows]`.
+        """Multiply x by these rows of a section on this rank; return `[..., rows]`.
 
         `bias` is used if the projection itself has none.
         """
@@ -75,7 +75,7 @@ class Sections(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the whole projection, as in a state dict: PyTorch's checkpoints read it."""
+        """The whole projection's weight, as in a state dict; PyTorch's checkpointing reads it."""
         return _joined([self.get_parameter(name) for name in self.rows], self.axis)
 
     @property
@@ -86,7 +86,7 @@ class Sections(nn.Module):
         return _joined([self.get_parameter(f"{name}_bias") for name in self.rows], 0)
 
     def reset_parameters(self) -> None:
-        """Initialize as GPT-2's Conv1D does: weights with deviation 0.02, biases 0."""
+        """Initialize as GPT-2's Conv1D does: weights with standard deviation 0.02, biases 0."""
         for name, parameter in self.named_parameters():
             if name.endswith("_bias"):
                 nn.init.zeros_(parameter)
@@ -94,14 +94,14 @@ class Sections(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def _kinds(self) -> list[tuple[str, str, int]]:
-        """Return the suffix of the sections' names, the whole tensor's name, the axis of rows."""
+        """Return the suffix, the whole tensor's name and the row axis, for weight and bias."""
         return [("", "weight", self.axis), *([("_bias", "bias", 0)] * self.has_bias)]
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Distribute a parameter of a module, if there is one; its values are those of rank 0."""
     if isinstance(x := getattr(module, name, None), nn.Parameter):
-        whole = x.detach().contiguous()  # FSDP takes no other
+        whole = x.detach().contiguous()  # FSDP requires contiguous tensors
         sharded = distribute_tensor(whole, mesh, [placement])
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=x.requires_grad))
 
@@ -109,7 +109,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: P
 def local_part(parameter: Tensor) -> Tensor:
     """Return the part of a parameter on this rank; the gradient flows to the parameter.
 
-    Gradients of a replicated parameter are summed over the ranks, which use it for other heads.
+    Gradients of a replicated parameter are summed over ranks, each of which uses it for its heads.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -130,14 +130,14 @@ def _joined(parts: list[Any], axis: int) -> Tensor:
 
 
 def _join(module: Sections, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace the sections in a state dict by the whole weight and bias."""
+    """Replace the sections in a state dict with the whole weight and bias."""
     for kind, name, axis in module._kinds():
         parts = [state.pop(f"{prefix}{section}{kind}") for section in module.rows]
         state[f"{prefix}{name}"] = _joined(parts, axis)
 
 
 def _split(module: Sections, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace a whole weight and bias in a state dict by the sections."""
+    """Replace a whole weight and bias in a state dict with the sections."""
     for kind, name, axis in module._kinds():
         whole = state.pop(f"{prefix}{name}", None)
         if whole is None:  # load_state_dict reports what is missing

@@ -33,7 +33,7 @@ from .schema import Layer
 
 @dataclass(frozen=True)
 class Place:
-    """A call of a module in a forward; the second and later calls of a module are numbered."""
+    """A call to a module in a forward pass; the second and later calls of a module are numbered."""
 
     name: str
     module: str
@@ -48,7 +48,7 @@ def calls_of(
 ) -> Iterator[CaptureSession]:
     """Call `on_call` for every attention call, each with a unique name.
 
-    The second run of a module, as in layers with shared weights, counts as another layer.
+    The second run of a module, as with layers that share weights, counts as a separate layer.
     """
     times: Counter[str] = Counter()
 
@@ -68,7 +68,7 @@ def calls_of(
 
 
 def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
-    """List the attention calls of a forward, in order.
+    """List the attention calls of a forward pass, in order.
 
     Raises:
         LookError: there are none, or the model cannot run on this input.
@@ -347,9 +347,9 @@ class Ranks:
         collected.modules = {k: v for _, _, modules in reversed(parts) for k, v in modules.items()}
 
     def merged(self, effects: HeadEffects | None) -> HeadEffects:
-        """Merge the effects of all ranks; `None` for a rank without a text."""
+        """Merge the effects of all ranks; `effects` is `None` on a rank without a text."""
         if self.size == 1:
-            assert effects is not None  # there is a text, or an error before this
+            assert effects is not None  # without a text, an error was raised earlier
             return effects
         from ..parallel.merging import merged
 

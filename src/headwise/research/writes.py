@@ -30,7 +30,7 @@ def head_outputs(model: nn.Module, inputs: Any, *, modules: Modules = None) -> H
         table has the mean length of each head's output, `output_norm`.
 
     Raises:
-        ValueError: no attention was captured; a module that is called with different shapes.
+        ValueError: no attention was captured; a module is called with different shapes.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -69,7 +69,7 @@ def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues
 
     Raises:
         ValueError: no attention was captured; there is no direct path, as in models that normalize
-            the stream itself (post-norm); the score has another shape or no gradient.
+            the stream itself (post-norm); the score has the wrong shape or no gradient.
 
     >>> from headwise.models import builtin, load
     >>> model, tokenizer = load(builtin())
@@ -107,7 +107,7 @@ def logit_attribution(model: nn.Module, inputs: Any, score: Score) -> HeadValues
 def weighted_norms(
     model: nn.Module, inputs: Any, token: int | Tensor | None = None, *, modules: Modules = None
 ) -> HeadValues:
-    """Compute the weighted norm of each key's value vector, `α_ij ‖W_h v_j‖`, without T×T.
+    """Compute the weighted norm of each key's value vector, `α_ij ‖W_h v_j‖`, without a T×T matrix.
 
     Args:
         model: any model that `watch()` supports whose output projection is known.
@@ -121,7 +121,7 @@ def weighted_norms(
         `weighted_norm`.
 
     Raises:
-        ValueError: no attention was captured; an output projection or values that are not known.
+        ValueError: no attention was captured; an output projection or the values are not known.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)

@@ -45,7 +45,7 @@ class Moments(Brief):
 
     @classmethod
     def zeros(cls, heads: int, device: torch.device | None = None) -> Moments:
-        """Return the moments of no query."""
+        """Return the moments over no queries."""
         zero = torch.zeros(heads, dtype=torch.float64, device=device)
         return cls(zero, zero, zero, zero, torch.full_like(zero, -torch.inf))
 
@@ -59,7 +59,7 @@ class Moments(Brief):
 
     @property
     def mean(self) -> Tensor:
-        """The mean of each head `[H]`; 0 without a valid query."""
+        """The mean of each head `[H]`; 0 if it has no valid query."""
         return self.heads.total / self.heads.count.clamp(min=1)
 
     def merge(self, other: Moments) -> Moments:
@@ -83,7 +83,7 @@ class Moments(Brief):
 
 
 def between(count: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> Tensor:
-    """Return the sum of squares between two groups: the deviations of their means from the common.
+    """Return the sum of squares between two groups: their means' deviations from the common mean.
 
     Source: Chan et al. 1979.
     """
@@ -130,7 +130,7 @@ class ClusterVariance:
     `m = Σ t_u / Σ n_u`, and its error over the U texts that have a valid query is
     `√(U / (U − 1) · Σ (t_u − m n_u)²) / Σ n_u` (Cochran 1977, §2.11). For texts of equal length, it
     is the standard deviation of their means divided by √U. The sums `[H]` are kept with
-    `t_u − c n_u` in place of `t_u`, as any centre c near the mean preserves precision.
+    `t_u − c n_u` in place of `t_u`; any center c near the mean preserves precision.
     """
 
     centre: Tensor
@@ -142,7 +142,7 @@ class ClusterVariance:
 
     @classmethod
     def about(cls, centre: Tensor) -> ClusterVariance:
-        """Return the variance of no texts."""
+        """Return the sums of no texts, about this center."""
         centre = centre.nan_to_num(0.0, 0.0, 0.0)
         return cls(centre, *(torch.zeros_like(centre) for _ in range(5)))
 
@@ -154,7 +154,7 @@ class ClusterVariance:
         return self + ClusterVariance(self.centre, *sums)
 
     def _about(self, centre: Tensor) -> ClusterVariance:
-        """Return the same sums about another centre."""
+        """Return the same sums about a different center."""
         step = centre - self.centre
         squares = self.squares - 2 * step * self.crossed + step.square() * self.weights
         return replace(
@@ -167,7 +167,7 @@ class ClusterVariance:
         return ClusterVariance(self.centre, *(a + b for a, b in zip(mine, theirs, strict=True)))
 
     def error(self, mean: Tensor) -> Tensor:
-        """Return the error of the mean `[H]`; NaN for heads with fewer than two texts."""
+        """Return the standard error of the mean `[H]`; NaN for heads with fewer than two texts."""
         squares = self._about(mean).squares.clamp(min=0)
         error = (self.texts / (self.texts - 1) * squares).sqrt() / self.queries
         return error.masked_fill(self.texts < 2, torch.nan)

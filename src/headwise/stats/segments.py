@@ -83,7 +83,7 @@ class Segments(Statistic):
                 of its kind.
 
         Raises:
-            ValueError: none of these ids occurs.
+            ValueError: no such id occurs.
 
         >>> import headwise as hw
         >>> ids = torch.tensor([[5, 39, 39, 39, 7]])

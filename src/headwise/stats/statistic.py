@@ -17,7 +17,7 @@ from .view import Lazy
 
 
 class Statistic(ABC):
-    """A statistic: the names of its metrics, what it needs of a call, and its definition on P.
+    """A statistic: the names of its metrics, what it needs from a call, and its definition on P.
 
     `needs` maps the name of each metric to a need, whose answer is `record[need]`. A subclass that
     is `deferred` reads only answers, counts and sizes of the record, each head independently, so
@@ -98,7 +98,7 @@ class Statistics:
 
     @Lazy
     def needs(self) -> tuple[Need, ...]:
-        """Their needs, without duplicates."""
+        """The needs of all statistics, without duplicates."""
         return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
 
     @Lazy
@@ -128,7 +128,7 @@ class Statistics:
 
 
 _KNOWN: BoundedCache[tuple[Statistic, ...], Statistics] = BoundedCache()
-"""Those that were requested before."""
+"""The groups of statistics that were requested before."""
 
 
 def check_statistics(statistics: Sequence[object], function: str) -> None:

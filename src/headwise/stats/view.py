@@ -89,7 +89,7 @@ class View:
             self.of_all.let_go()
 
     def keep_mask(self) -> bool:
-        """Return True if the view owns its mask, which then cannot change; copy a small one."""
+        """Return True if the view owns its mask, which then cannot change; copy it if small."""
         if not self.keeps_mask and (own := _copied(self.original.mask)) is not None:
             self.mask = own if self.rows is None else Rows(own, self.rows, self.whole)
             self.keeps_mask = True
@@ -117,7 +117,7 @@ class View:
     def scored(self) -> Call:
         """The call with its sinks, as a one-pass backend reads it.
 
-        On CUDA it keeps its own dtype: scores are still in float32, and computed faster.
+        On CUDA it keeps its own dtype: scores are still in float32, but are computed faster.
         """
         own = self.device.type == "cuda"
         call = self._in(self.original.q.dtype) if own else self.call
@@ -196,7 +196,7 @@ class View:
 
     @Lazy
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
-        """The queries that may attend to a key."""
+        """The queries that may attend to at least one key."""
 
         def valid() -> Tensor:
             if self._some:
@@ -219,7 +219,7 @@ class View:
 
     @property
     def ranges(self) -> Interval | None:
-        """Each query's visible keys as `[low, high)`, `[B or 1, 1, n]`; `None` if not ranges."""
+        """Each query's visible keys as `[low, high)` `[B or 1, 1, n]`; `None` if not contiguous."""
         if "ranges" not in self._once:
             biased = self.mask.biased
             found = None if biased else self.mask.key_ranges(self.extent, self.device)
@@ -243,7 +243,7 @@ class View:
             if known is not None and found.numel() <= SMALL:
                 known[about] = found
         if known is not None:
-            found = found.clone()  # the caller's own
+            found = found.clone()  # the caller's own copy
         self._once[about] = found
         return found
 

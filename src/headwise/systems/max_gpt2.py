@@ -76,7 +76,7 @@ def causal_mask(
 class GPT2MultiHeadAttention(Module):
     """Causal self-attention with GPT-2's names: `c_attn` projects to q, k and v, `c_proj` back.
 
-    Both are Linears of MAX, whose weights are `[out, in]`: `load_gpt2` transposes those of
+    Both are MAX `Linear` layers with weights `[out, in]`: `load_gpt2` transposes those of
     GPT-2. Weights are on the CPU in float32, and are not initialized.
 
     Args:
@@ -95,7 +95,7 @@ class GPT2MultiHeadAttention(Module):
         self.embed_dim = config.n_embd
         self.num_heads = config.n_head
         self.head_dim = config.n_embd // config.n_head
-        # Random weights are created on first use, so not if others are loaded.
+        # Random weights are created on first use, so never if others are loaded before that.
         lazy = F.lazy() if hasattr(F, "lazy") else nullcontext()
         with default_device(CPU()), lazy:
             self.c_attn = Linear(self.embed_dim, 3 * self.embed_dim, bias=True)
@@ -106,7 +106,7 @@ class GPT2MultiHeadAttention(Module):
         query, key, value = self._project(hidden_states)
         return self._output(self._attn(query, key, value))
 
-    __call__ = forward  # MAX 25.7 calls this, MAX 26.7 forward
+    __call__ = forward  # MAX 25.7 calls this, MAX 26.7 calls forward
 
     def attend_cached(self, hidden_states: Any, past_key: Any, past_value: Any) -> tuple[Any, ...]:
         """Continue a text whose keys and values are cached.

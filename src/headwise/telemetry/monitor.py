@@ -74,8 +74,8 @@ class Monitor:
 
     With an optimizer nothing else is needed: the monitor hooks `optimizer.step()`. Without one,
     call `monitor.step()` after `optimizer.step()`. Step 1 and every `every`-th step are recorded,
-    with all micro-batches; evaluation in between is not. Monitoring does not change the results of
-    training, bit for bit. Compiled models stay compiled and are compiled once more for recorded
+    with all micro-batches; evaluation in between is not. Monitoring leaves training results
+    bitwise unchanged. Compiled models stay compiled and are compiled once more for recorded
     steps; if attention cannot be captured in a graph, recorded steps run eagerly, with different
     rounding. Errors in recording cause one warning each and do not stop training.
 
@@ -89,10 +89,10 @@ class Monitor:
     reason.
 
     Args:
-        model: any module that `watch()` supports, also in wrappers (DDP, `torch.compile`).
+        model: any module that `watch()` supports, including wrapped ones (DDP, `torch.compile`).
         optimizer: the optimizer that trains the model; its steps are hooked.
         every: the number of steps from one recorded step to the next.
-        queries: the number of queries sampled in each call, for means; `None` for all.
+        queries: the number of queries sampled in each call to estimate means; `None` for all.
         statistics: the statistics to record; by default entropy, the attention to the first and the
             previous token, the norm of head outputs, the largest logit, and norms of queries and
             keys.
@@ -253,7 +253,7 @@ class Monitor:
         self._recorder.log(self.steps + 1 if step is None else step, kept)
 
     def skip(self) -> list[Alarm]:
-        """Discard the forwards since the last step, when the optimizer skipped its step."""
+        """Discard the forward passes since the last step; call it if the optimizer skips one."""
         self._capture.clear()
         self._last_maxima = {}
         return []
@@ -268,12 +268,12 @@ class Monitor:
             self._end()
 
     def _begun(self) -> None:
-        """Begin a forward; discard the captured calls if the last step was skipped."""
+        """Begin a forward pass; discard the captured calls if the last step was skipped."""
         if self._scale_fell():
             self.skip()
 
     def _scale_fell(self) -> bool:
-        """Return True if the GradScaler skipped a step and lowered its scale since last time."""
+        """Return True if the GradScaler skipped a step and lowered its scale since last checked."""
         if self._scaler is None:
             return False
         before, self._scale = self._scale, self._scaler.get_scale()
@@ -321,7 +321,7 @@ class Monitor:
 
     @outside_graphs
     def resume(self) -> None:
-        """Capture forwards again, after `pause()`."""
+        """Capture forward passes again, after `pause()`."""
         self._paused = False
         wanted = self._wanted(self.steps + 1)
         if wanted is None:
@@ -331,7 +331,7 @@ class Monitor:
 
     @outside_graphs
     def pause(self) -> None:
-        """Stop capturing forwards until `resume()`, for a faster evaluation."""
+        """Stop capturing forward passes until `resume()`, for a faster evaluation."""
         self._paused = True
         self._capture.close()
 
@@ -392,7 +392,7 @@ class Monitor:
         return alarms
 
     def _warn_left_out(self, capture: StepCapture) -> None:
-        """Warn of each module that attended and is not recorded."""
+        """Warn about each module that attended but is not recorded."""
         for name, why in capture.left_out.items():
             self._warn(not_monitored(plain_name(self.model, name), why), ("module", name))
 
@@ -402,7 +402,7 @@ class Monitor:
         return self._ranks.sums(capture.sums.renamed(names))
 
     def _probed(self, probe: Probe) -> StepCapture:
-        """Capture the probe, with the model as it is after the step."""
+        """Capture the probe with the model in its state after the step."""
         capture = StepCapture(self.model, self._warn, 0, self._capture.modules)
         capture.open(StepNeeds(self._statistics, self._queries, None), 0, every=True)
         try:
@@ -437,7 +437,7 @@ class Monitor:
                 act(alarm)
         stops = [alarm for alarm in alarms if then[alarm.rule] == "stop"]
         if "stop" in then.values() and any_of_all(bool(stops), self._device):
-            assert self._save is not None  # required at the start
+            assert self._save is not None  # required by `_check_rules`
             self._save()
             raise StopTraining(stops)
 

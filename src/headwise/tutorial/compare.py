@@ -40,7 +40,7 @@ __all__ = [
     "table",
 ]
 
-FACTOR = 4  # allowed multiple of the error of the definition in float32: sums in another order
+FACTOR = 4  # allowed multiple of the definition's error in float32, as summation orders differ
 SCALAR_MULTIPLY_ADDS = 100_000  # takes about a second, forward and backward, in the scalar rung
 METRICS = ("parameters", "multiply_adds", "peak_bytes", "forward", "step")
 
@@ -55,8 +55,8 @@ class Row:
 
     Attributes:
         left_out: the reason why the rung was not run; the row then has no metrics.
-        difference: the largest difference of the output from the definition in float64.
-        allowed: the largest difference that is accepted.
+        difference: the largest deviation of the output from the definition in float64.
+        allowed: the largest deviation that is accepted.
         gradient_difference: the same for the gradient of the input; None without a backward pass.
         parameters: the number of trainable parameters.
         multiply_adds: multiply-adds of the forward pass, including hidden keys unless the rung
@@ -117,7 +117,7 @@ def climb(
             `SCALAR_MULTIPLY_ADDS`.
         device: `cpu` or `cuda`.
         compile: compile every rung but the scalar one with `torch.compile`. FlexAttention runs only
-            compiled.
+            when compiled.
         rounds: the number of timing rounds; each round times each rung once.
         seed: the seed of weights, input and output gradient.
         report: called with the completed fraction of the work.
@@ -181,7 +181,7 @@ def _at(
 ) -> list[Row]:
     """Run all rungs at one size."""
     if compile:
-        torch.compiler.reset()  # rungs share code, whose recompilations PyTorch limits
+        torch.compiler.reset()  # rungs share code, and PyTorch limits its recompilations
     generator = torch.Generator().manual_seed(seed)
     state = weights(size, generator)
     x, pull = torch.randn(2, size.batch, size.length, size.width, generator=generator).to(device)

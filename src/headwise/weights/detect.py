@@ -50,7 +50,7 @@ def detect_layout(state: Mapping[str, Any]) -> str:
 
 
 def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> str:
-    """Detect the only layout from names and shapes alone.
+    """Detect the single layout of a state from names and shapes alone.
 
     `expected` chooses between two layouts with the same names and shapes.
     """
@@ -69,8 +69,8 @@ def detect_shapes(shapes: Mapping[str, Shape], expected: str | None = None) -> s
 def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> list[LayerTensors]:
     """Find the attention layers of a state, each in its layout, by names and shapes alone.
 
-    Layouts claim their layers in order of their number of names, the largest first. Layers whose
-    names differ only in numbers have the same layout. `expected` is as in `detect`.
+    Layouts claim layers in order of the number of names they match, most first. Layers whose
+    names differ only in numbers have the same layout. `expected` is as in `detect_shapes`.
 
     Raises:
         ValueError: there is no layer, or a layer that no layout fits.
@@ -82,7 +82,7 @@ def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> l
         found += best
         taken |= {name for layer in best for name in layer.names}
     chosen = {layer.layout.name for layer in found}
-    near: list[str] = []  # of layers of a kind in which others fit
+    near: list[str] = []  # faults of layers of a kind in which other layers fit
     faults: list[str] = []
     for layout, groups in kinds.items():
         for group in groups.values():
@@ -114,7 +114,7 @@ def detect_layers(shapes: Mapping[str, Shape], expected: str | None = None) -> l
 
 
 _Kinds = dict[str, dict[str, "LayerTensors | ValueError"]]
-"""The layers of a layout, or their errors, by a name and by their numbered prefix."""
+"""The layers of a layout, or their errors, by prefix with "#" for numbers, then by name."""
 
 
 def _by_kind(layout: Layout, shapes: Mapping[str, Shape]) -> _Kinds:
@@ -204,7 +204,7 @@ class LayerTensors:
 
     @property
     def partial(self) -> str | None:
-        """Models with these names, and names next to them, that may rotate a part of each head."""
+        """Models with these names, and names next to them, that may rotate part of each head."""
         return next(
             (models for name, models in self.layout.partial.items() if name in self.near), None
         )
@@ -247,7 +247,7 @@ def _attempts(
             if not parts.endswith(".weight") or parts.startswith("out") or "norm" in parts:
                 continue
             pattern, end = named_as(name), re.split(r"[./]|\{n\}", name)[-2:]
-            ends = ".".join(end), "/".join(end)  # a quick test before the pattern's
+            ends = ".".join(end), "/".join(end)  # a quick test before matching the pattern
             for other, full in bare:
                 if other.endswith(ends) and (match := pattern.fullmatch(other)):
                     found = adapters if ".base_layer." in full else prefixes
@@ -270,14 +270,14 @@ def _attempts(
 
 
 class _Names(NamedTuple):
-    """The stored names of a state by those without aliases; these sorted; and their order."""
+    """The stored names of a state by alias-free name, those names sorted, and their positions."""
 
     plain: Mapping[str, str]
     ordered: list[str]
     order: Mapping[str, int]
 
     def under(self, prefix: str) -> dict[str, str]:
-        """Return the stored names under a prefix by the rest of their names, in order."""
+        """Return the stored names under a prefix, keyed by the rest of the name, in order."""
         start = bisect_left(self.ordered, prefix)
         inside = takewhile(lambda name: name.startswith(prefix), islice(self.ordered, start, None))
         listed = sorted(inside, key=self.order.__getitem__)
@@ -437,7 +437,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _looks_like(layout: Layout, shapes: Mapping[str, Shape], call: str) -> str:
-    """Return a hint at another layout; empty if there is none, or during detection."""
+    """Return a hint about another layout; empty if there is none, or during detection."""
     if not call:
         return ""
     try:

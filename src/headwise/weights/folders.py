@@ -1,7 +1,7 @@
-"""Model folders in the format of Hugging Face: reading, checking and writing.
+"""Model folders in Hugging Face format: reading, checking and writing.
 
 A folder holds `config.json`, the weights in `model.safetensors` (or in shards listed by
-`model.safetensors.index.json`) and `tokenizer.json`. Every error is a `FolderError` of one line.
+`model.safetensors.index.json`) and `tokenizer.json`. Every error is a one-line `FolderError`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 
 LARGEST_WEIGHT = 2.0**64
-"""The bound on weights: the square exceeds float32. Only flipped bits give larger values."""
+"""The limit on weights, whose square overflows float32; only flipped bits give larger values."""
 
 SIZE_FACTOR = 4
-"""The largest ratio of the weights that a config needs to those in the files."""
+"""The largest allowed ratio of the weights that a config needs to those in the files."""
 
 
 class FolderError(ValueError):
@@ -47,7 +47,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the folder's `config.json`.
 
     Raises:
-        FolderError: the directory or its `config.json` is missing, or is not a JSON object.
+        FolderError: the directory or `config.json` is missing, or the file is not a JSON object.
     """
     folder = Path(folder)
     if not folder.is_dir():

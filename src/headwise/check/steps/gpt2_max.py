@@ -1,8 +1,8 @@
 """Test the step `gpt2` on Modular MAX, if MAX is installed.
 
 Without MAX only the syntax is read. With MAX all parts are traced into one graph and compiled once,
-as eager MAX would compile every operation, which takes minutes. The parts are compared with the
-twin on PyTorch, with the same weights.
+because eager MAX compiles every operation, which takes minutes. The parts are compared with the
+PyTorch twin, which has the same weights.
 """
 
 # pyright: reportMissingImports=false

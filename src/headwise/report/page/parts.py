@@ -73,14 +73,14 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
 
 
 def packed(results: Any) -> str:
-    """Return a script element with results as compressed JSON, which is not executed."""
+    """Return a script element, never executed, that holds results as compressed JSON."""
     # A lone surrogate cannot be encoded in UTF-8; JSON has an escape for it.
     content = _json(results).encode("utf-8", "backslashreplace")
     return f'<script type="text/plain" id="results">{gzip_b64(content)}</script>'
 
 
 def json_text(value: Any) -> str:
-    """Return JSON that cannot close the script element around it."""
+    """Return JSON that cannot close the script element that contains it."""
     text = _json(value)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -90,7 +90,7 @@ def _json(value: Any) -> str:
 
 
 def part(name: str) -> str:
-    """Read a file of this folder."""
+    """Read a file in this folder."""
     return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
 
 
