@@ -1,4 +1,4 @@
-"""`accelerate(model)`: run the attention of a model on headwise's kernel, without editing it."""
+"""`accelerate(model)`: run a model's attention on headwise's kernel without editing the model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
     """Run a model's attention on headwise's kernel; results change only by rounding.
 
     It supports `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's transformer
-    layers (also the fused ones used in evaluation), in training and in evaluation, under autocast,
-    and with `watch()` around it or inside: statistics and output are then computed in one pass. A
+    layers (including the fused ones for evaluation), in training and evaluation, under autocast,
+    and with `watch()` outside or inside it: statistics and output are then computed in one pass. A
     call is accelerated if `attend()` would choose the native kernel, based on measurements against
-    PyTorch's kernel; other calls run unchanged, and the account has the reason. On exit, also after
+    PyTorch's kernel; other calls run unchanged, and the account states why. On exit, even after
     an exception, the model is restored. Only calls in the current thread are accelerated.
 
     On CUDA this is useful for watched models: one launch computes output and statistics, whereas
@@ -39,7 +39,7 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
         model: any module that is not compiled.
 
     Yields:
-        An account, for `print()`, with `table()`, `served` and `left`.
+        An account that can be printed and has `table()`, `served` and `left`.
 
     Raises:
         ValueError: the model is not a module, or it or a part of it is compiled.

@@ -1,6 +1,6 @@
-"""Make a `Target` of a module, a class or factory with its arguments, or a function of q, k and v.
+"""Make a `Target` from a module, a class or factory with arguments, or a function of q, k and v.
 
-Constructor arguments are set by their usual names. A `Question` lists all other required arguments
+Constructor arguments with usual names are set; a `Question` lists all other required arguments
 by name.
 """
 
@@ -49,7 +49,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Given sizes; the others are chosen so that all axes have different sizes."""
+    """The sizes that the caller gave; the others are chosen so that all axes differ in size."""
 
     embed_dim: int | None = None
     num_heads: int | None = None
@@ -107,7 +107,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """Hold the caller's information on the target, apart from constructor arguments."""
+    """The caller's information about the target, apart from constructor arguments."""
 
     sizes: Sizes
     seed: int = 0
@@ -115,7 +115,7 @@ class Request:
 
 
 ALWAYS = set("width heads context dropout batch_first out_width kv_width head_dim kv_heads".split())
-"""Roles whose defaults are replaced by sizes of the check, which reveal more mistakes."""
+"""Roles whose default values are replaced by the check's own, which reveal more mistakes."""
 
 
 def resolve(
@@ -186,7 +186,7 @@ def _of_class(
 
 
 def _by_name(named: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes of roles as changes of the arguments that have these roles."""
+    """Convert changes keyed by role to changes keyed by the arguments with these roles."""
     done = {}
     for role, value in changes.items():
         names = [name for name in named if building_role(name) == role]
@@ -197,7 +197,7 @@ def _by_name(named: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 def _not_built(
     label: str, named: Mapping[str, Any], build: _Constructor, error: BaseException
 ) -> Exception:
-    """Return the finding on a failing constructor, or the question if a size is missing."""
+    """Return a finding about a failing constructor, or a question if an argument may be missing."""
     inner = getattr(error, "args", ("",))
     if isinstance(error, MissingField):
         return Question(
@@ -224,7 +224,7 @@ class MissingField(AttributeError, KeyError):
 
 
 class Config(dict[str, Any]):
-    """A configuration whose fields have all their usual names, as attributes and as keys.
+    """A configuration whose fields are available under all usual names, as attributes and as keys.
 
     >>> config = Config(Sizes(24, 3), {})
     >>> config.n_embd, config["num_heads"], getattr(config, "flash", False)
@@ -410,7 +410,7 @@ class _Constructor:
                 ) from error
         else:
             config = kind()
-        for key in [key for key in dir(config) if not key.startswith("__")]:  # of a plain class
+        for key in [key for key in dir(config) if not key.startswith("__")]:  # for plain classes
             role = building_role(key)
             if key not in sized and role in ALWAYS and type(getattr(config, key, None)) is int:
                 setattr(config, key, self.sizes.value(role))
@@ -433,7 +433,7 @@ def _shown(arguments: Mapping[str, Any]) -> str:
 
 
 def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Request) -> Target:
-    """Make the target of a layer; `known` holds its sizes by role."""
+    """Make the target from a layer; `known` holds its sizes by role."""
     sizes = request.sizes
     if any(one.is_meta for one in layer.parameters()):
         raise Question(f"check({name}): its weights are on the meta device and have no values")
@@ -468,7 +468,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
         given_causal=sizes.causal,
     )
     result = first_call(target)
-    if hasattr(layer, "block_size"):  # possibly that of a blocked softmax
+    if hasattr(layer, "block_size"):  # it may be a blocked softmax's, not the context length
         with suppress(Exception):
             longer = replace(target, context_length=None)
             first_call(longer)
@@ -520,7 +520,7 @@ def _example() -> str:
 
 
 def _of_function(function: Any, arguments: dict[str, Any], request: Request) -> Target:
-    """Make the target of a function of q, k and v; find the layout of its tensors by trial."""
+    """Make the target from a function of q, k and v; find the layout of its tensors by trial."""
     sizes = request.sizes.complete(request.sizes.num_kv_heads is not None)
     width, heads = sizes.embed_dim or 24, sizes.num_heads or 3
     groups = sizes.num_kv_heads or heads

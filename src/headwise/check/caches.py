@@ -1,6 +1,6 @@
 """Test caches of keys and values: chunks must give the same output as the whole sequence.
 
-A shown call with `past` defines the use of the cache. For a plain call, the usual ways are tried:
+A shown call with `past` defines how the cache is used. For a plain call, the usual ways are tried:
 the result is passed to the next call, the call fills its argument, or the layer keeps a cache. If
 one of them gives the output of the whole sequence, the cache is correct.
 """
@@ -29,24 +29,24 @@ from .verdict import Example, Finding
 CHUNKS, SINGLE = (3, 2, 1), (3, 1, 1, 1)
 ROOM = 16
 BARE = re.compile(r"kvs?|key_?values?|(layer_|attn_)?state|prev")
-"""Names of arguments that may be caches, if the call returns something similar."""
+"""Names of arguments that may be caches if the call returns what looks like a cache."""
 
 Step = Callable[[Tensor, int], tuple[Tensor, Any]]
-"""Return a chunk's output and the whole result; the second argument is the number of earlier
+"""Run a chunk; return its output and the whole result. The second argument counts the earlier
 tokens."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use a cache: `start` begins with an empty one. If `sure`, no other use can be
-    intended, so wrong numbers are a mistake."""
+    """One way to use a cache: `start` begins with an empty cache. If `sure`, no other use can be
+    intended, so wrong numbers mean a mistake."""
 
     start: Callable[[], Step]
     sure: bool
 
 
 def cache(ctx: Probing) -> Finding | None:
-    """Compare chunks of 3, 2 and 1 tokens with the whole."""
+    """Compare chunks of 3, 2 and 1 tokens with the whole sequence."""
     target = ctx.target
     if ctx.tokens < 6 or not (target.causal or "past" in target.takes):
         return None
@@ -57,7 +57,7 @@ def cache(ctx: Probing) -> Finding | None:
         try:
             try:
                 outs, raw = _in_chunks(way.start(), ctx.x, CHUNKS)
-            except (ValueError, AssertionError, NotImplementedError):  # one token at a time
+            except (ValueError, AssertionError, NotImplementedError):  # try one token at a time
                 outs, raw = _in_chunks(way.start(), ctx.x, SINGLE)
         except LookupError:
             continue
@@ -83,7 +83,7 @@ def cache(ctx: Probing) -> Finding | None:
 
 
 def _is_window(ctx: Probing, way: Way) -> bool:
-    """Return True if the trimmed cache of a window is correct for single tokens."""
+    """Return True if the layer has a window and its trimmed cache is correct for single tokens."""
     if not any(True for _ in numbers_in(ctx.exact.layer, r"window|local|span")):
         return False
     try:
@@ -113,7 +113,7 @@ def _remembers(ctx: Probing, way: Way) -> bool:
 
 
 def _named(ctx: Probing, way: Way, outs: Tensor, raw: Any) -> Finding:
-    """Return the finding on outputs that differ from those of the whole sequence."""
+    """Return the finding about outputs that differ from those of the whole sequence."""
     gap = (outs - ctx.out[:, :6]).abs().amax((0, 2))
     token = int((~(gap <= 1e-6 * ctx.out.abs().max())).nonzero()[0])
     message = "  # passed in chunks of 3, 2 and 1 tokens"
@@ -148,7 +148,7 @@ def _kind(ctx: Probing, way: Way, raw: Any) -> str:
 
 
 def _held(raw: Any, length: int) -> list[Tensor]:
-    """Return the tensors in a result that have an axis of the number of cached tokens."""
+    """Return a result's tensors that have an axis as long as the number of cached tokens."""
     parts = [one for one in tensors_in(raw) if one.ndim >= 3]
     return [one for one in parts[1:] if length in one.shape and one.shape[-1] != length]
 
@@ -199,7 +199,7 @@ def _given(target: Target, x: Tensor, first: int) -> dict[str, Any]:
 
 
 def _shown(target: Target, whole: bool = True) -> Step:
-    """Pass the last result as `past`; if not `whole`, only the part besides the output."""
+    """Pass the last result as `past`; if not `whole`, only its second element, after the output."""
     own = target.fresh()
     kept: list[Any] = [None]
 
@@ -229,7 +229,7 @@ def _handed_back(target: Target, name: str, flags: dict[str, bool]) -> Step:
 
 
 def _present(raw: Any, out: Tensor, length: int, before: Any) -> Any:
-    """Return the part of a result that can be a cache: its tensors have an axis of that length.
+    """Return the part of a result that can be a cache: tensors of three or more axes, not weights.
 
     Raises:
         LookupError: the result contains no such part.
@@ -253,7 +253,7 @@ def _present(raw: Any, out: Tensor, length: int, before: Any) -> Any:
 
 
 def _filled(target: Target, given: dict[str, Any], flags: dict[str, bool]) -> Step:
-    """A cache that the call fills, or that the layer keeps itself."""
+    """Use a cache that the call fills, or one that the layer keeps itself."""
     own = target.fresh()
 
     def step(x: Tensor, first: int) -> tuple[Tensor, Any]:
@@ -280,7 +280,7 @@ def _attend_cached(target: Target) -> Step:
 
 
 def _own_caches(target: Target, annotation: str) -> Iterator[Callable[[], Any]]:
-    """Yield constructors of empty caches: classes of the layer's file that the annotation
+    """Yield constructors of empty caches: classes from the layer's file that the annotation
     allows."""
     open_ = "_empty" in annotation or "Any" in annotation
     home = sys.modules.get(type(target.layer).__module__)

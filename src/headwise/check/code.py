@@ -1,4 +1,4 @@
-"""Facts from the checked code: signatures, attributes, and errors with their lines.
+"""Facts about the checked code: signatures, attributes, and errors with their lines.
 
 This module finds names, numbers and lines; it does not test anything.
 """
@@ -67,7 +67,7 @@ def source_of(thing: Any) -> str:
 
 
 def class_sources(module: nn.Module) -> str:
-    """Return the code of the user's classes among a module's submodules."""
+    """Return the code of the user's classes in a module, and of the functions that they mention."""
     return "\n".join(map(source_of, own_code(module)))
 
 
@@ -124,7 +124,7 @@ def describe(error: BaseException) -> str:
 
 
 def _meant(error: BaseException) -> str:
-    """Return a hint on an error: the attribute nearest to a misspelled one, or that NumPy code
+    """Return a hint about an error: the attribute closest to a misspelled one, or that NumPy code
     received tensors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [one for one in frames if is_users(one.f_code.co_filename)]
@@ -143,7 +143,7 @@ def _meant(error: BaseException) -> str:
 
 
 def _shapes(code: str, known: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the shapes of a line's tensors, and the inputs of its layers."""
+    """Yield the shapes of a line's tensors, and the input widths of its linear layers."""
     for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", code)):
         first, *parts = name.split(".")
         value = known.get(first)
@@ -160,7 +160,7 @@ def _shapes(code: str, known: Mapping[str, Any]) -> Iterator[str]:
 
 
 def names_in(module: nn.Module) -> Iterator[str]:
-    """Yield the names of attributes, buffers and children, and the names that methods call."""
+    """Yield the names of attributes, buffers and children, and the names that methods use."""
     for child in module.modules():
         for name, value in {**vars(child), **child._buffers, **child._modules}.items():
             if not name.startswith("_") and value is not None and value is not False:
@@ -173,7 +173,7 @@ def names_in(module: nn.Module) -> Iterator[str]:
 
 
 def numbers_in(module: nn.Module, pattern: str) -> Iterator[float]:
-    """Yield numbers among a module's attributes and its config's whose names match.
+    """Yield the numbers in the attributes of a module and its config whose names match a pattern.
 
     >>> layer = nn.Linear(2, 3)
     >>> layer.window_size = 4
@@ -212,7 +212,7 @@ def input_width(module: nn.Module, stated: int | None = None) -> int | None:
     """Return the width of the input, from the first layer or raw matrix.
 
     Args:
-        stated: the width in an attribute; used if a layer takes it.
+        stated: the width in an attribute; used if a layer takes it, or if no layer shows its width.
     """
     widths = [width for child in module.modules() if isinstance(width := _taken(child), int)]
     if stated is not None and (stated in widths or not widths):
@@ -231,7 +231,7 @@ def _taken(layer: nn.Module) -> int | None:
 
 
 def number_of_heads(module: nn.Module) -> int | None:
-    """Return the length of a list of heads; 1 if no constructor mentions heads."""
+    """Return the number of heads: a list's length, else 1; None if the constructor may set it."""
     for child in module.modules():
         parts = list(child) if isinstance(child, nn.ModuleList) else []
         if parts and all(any(True for _ in part.parameters()) for part in parts):
@@ -241,14 +241,14 @@ def number_of_heads(module: nn.Module) -> int | None:
 
 
 Rotation = tuple[int, float, bool]
-"""The dim, base and interleaved of `RoPE`."""
+"""The arguments `dim`, `base` and `interleaved` of `RoPE`."""
 
 
 def rotations(module: nn.Module, head_dim: int, spoken: Iterable[str] = ()) -> list[Rotation]:
-    """Return possible rotary positions, if any name mentions them.
+    """Return the rotary positions that the module may use, if any name mentions them.
 
     Args:
-        spoken: more names: arguments of the call, names in a shown call.
+        spoken: further names: the arguments of the call, and the names in a shown call.
     """
     home = vars(sys.modules.get(type(module).__module__, re))
     makers = [
@@ -273,7 +273,7 @@ def rotations(module: nn.Module, head_dim: int, spoken: Iterable[str] = ()) -> l
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[int, float]]:
-    """Yield width and base of rotations with stored frequencies or tables."""
+    """Yield the width and base of rotations whose frequencies or tables are stored."""
     for child in module.modules():
         for name, value in {**vars(child), **child._buffers}.items():
             if isinstance(value, RoPE) and value.kind == "default":
@@ -332,7 +332,7 @@ def lines_in(module: nn.Module, pattern: str) -> list[Line]:
 
 
 def _docstrings(code: str) -> set[int]:
-    """Return the numbers of the lines of docstrings, from 0."""
+    """Return the line numbers of docstrings, counted from 0."""
     try:
         tree = ast.parse(textwrap.dedent(code))
     except SyntaxError:

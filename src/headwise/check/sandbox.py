@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 GIB = 2**30
 PRINTED_BYTES = 4096  # the part of the printed output that is reported
-FILE_BYTES = 64 * 2**20  # the limit of files that the code writes
+FILE_BYTES = 64 * 2**20  # the size limit of each file that the code writes
 START = 120.0  # seconds to import torch on a busy machine, before the clock starts
 GRACE = 2.0  # seconds to report the current line after a timeout
 OUT_OF_MEMORY = 77
@@ -59,7 +59,7 @@ class Limits:
 class Outcome:
     """The outcome of a run.
 
-    `code` is the exit status or the number of the signal; `stack` is the code at the timeout, from
+    `code` is the exit status or the signal number; `stack` is the call stack at the timeout, from
     `faulthandler`; `printed` is the beginning of the printed output.
     """
 
@@ -82,7 +82,7 @@ def run(
     Args:
         function: `"module:name"`. It is called with `send`, which sends a dict as a JSON message,
             and with the arguments.
-        report: called repeatedly with the seconds so far.
+        report: called repeatedly with the number of seconds elapsed.
 
     Raises:
         ValueError: the operating system does not support these limits.
@@ -124,7 +124,7 @@ def _echo(send: Send, text: str) -> None:
 
 def _may_fork() -> bool:
     """Return True if a fork of this process can do the job, which saves another import of torch:
-    in the command itself, on Linux, before it has a second thread."""
+    that is, in the command itself, on Linux, before it has a second thread."""
     called = Path(sys.argv[0])
     command = called.name == "headwise" or called.parts[-2:] == ("headwise", "__main__.py")
     alone = sys.platform == "linux" and threading.active_count() == 1
@@ -162,7 +162,7 @@ def _started(job: dict[str, Any]) -> int:
             start_new_session=True,
             env=environment(os.environ, Path(job["box"], "home")),
         )
-    process.returncode = 0  # waited for by its number
+    process.returncode = 0  # run() waits for its pid instead
     return process.pid
 
 
@@ -173,11 +173,11 @@ PASSED_ON = re.compile(
     r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
 )
 """Environment variables that are passed on: paths of programs and libraries, the language, settings
-of numerical libraries and of torchrun. Tokens, keys and sockets of agents are not passed on."""
+of numerical libraries and of torchrun. Tokens, keys and agents' sockets are not passed on."""
 
 
 def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
-    """Return the environment of the code.
+    """Return the environment for the code.
 
     >>> own = environment({"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "secret"}, Path("/tmp/home"))
     >>> own["PATH"], own["LC_ALL"], own["HOME"], "HF_TOKEN" in own
@@ -195,14 +195,14 @@ def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
 
 
 def work(job: dict[str, Any]) -> None:
-    """Run the job in this process, then call `os._exit`, even if threads still run."""
+    """Run the job in this process, then call `os._exit`, even if threads are still running."""
     box, append = Path(job["box"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND
     printed, channel, trace = (
         os.open(box / name, append, 0o600) for name in ("printed", "messages", "trace")
     )
     for stream in (1, 2):
         os.dup2(printed, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # input() finds the end
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # input() reads end of file
     module, _, name = job["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     write, leave, dumps = os.write, os._exit, json.dumps
@@ -218,7 +218,7 @@ def work(job: dict[str, Any]) -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             which = getattr(resource, f"RLIMIT_{kind}")
             resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
-    sys.dont_write_bytecode = True  # nothing appears beside the user's files
+    sys.dont_write_bytecode = True  # write nothing next to the user's files
     faulthandler.dump_traceback_later(job["seconds"], exit=True, file=trace)
     try:
         function(send, **job["arguments"])
@@ -231,7 +231,7 @@ def work(job: dict[str, Any]) -> None:
 
 
 def _held() -> int:
-    """Return the memory that this process uses already, in bytes."""
+    """Return the memory that this process already uses, in bytes."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     return 0

@@ -21,11 +21,11 @@ MOVES = {"to", "type_as", "cuda", "copy_"}
 MANY = 512
 """The longest context that is tested."""
 MAY_MIX = MOVES | {"__getitem__", "__setitem__", "index_put_", "expand_as", "view_as", "reshape_as"}
-"""Functions that accept tensors of two devices, or only read a shape."""
+"""Functions that accept tensors on two devices, or only read a shape."""
 
 
 def runs(ctx: Probing) -> Finding | None:
-    """Call it in training mode, without dropout."""
+    """Call the layer in training mode, without dropout."""
     own = ctx.random.fresh()
     set_dropout(own.layer, 0.0)
     own.layer.train()
@@ -38,7 +38,7 @@ def runs(ctx: Probing) -> Finding | None:
 
 
 def deterministic(ctx: Probing) -> Finding | None:
-    """Call it twice in eval mode."""
+    """Call the layer repeatedly in eval mode."""
     own = ctx.exact.fresh()
     with torch.no_grad():
         first, second, third = (own(ctx.x) for _ in range(3))
@@ -48,7 +48,7 @@ def deterministic(ctx: Probing) -> Finding | None:
 
 
 def dropout_in_eval(ctx: Probing) -> Finding | None:
-    """Call it in eval mode with dropout 0.5."""
+    """Call the layer in eval mode with dropout 0.5."""
     own = _dropping(ctx)
     if own is None:
         return None
@@ -64,7 +64,7 @@ def dropout_in_eval(ctx: Probing) -> Finding | None:
 
 
 def _dropping(ctx: Probing) -> Target | None:
-    """Return a copy with dropout 0.5, from its constructor if that takes a dropout."""
+    """Return a copy with dropout 0.5, built by its constructor if that takes a dropout argument."""
     if "dropout" in ctx.target.roles and ctx.target.rebuild is not None:
         try:
             return ctx.target.rebuild(dropout=0.5)
@@ -74,7 +74,7 @@ def _dropping(ctx: Probing) -> Target | None:
 
 
 def dropout(ctx: Probing) -> Finding | None:
-    """Call it in training mode with dropout 0.5: some values must be dropped."""
+    """Call the layer in training mode with dropout 0.5: some values must be dropped."""
     own = _dropping(ctx)
     if own is None:
         return None
@@ -96,7 +96,7 @@ def dropout(ctx: Probing) -> Finding | None:
 
 
 def train_eval(ctx: Probing) -> Finding | None:
-    """Compare training and eval mode without dropout."""
+    """Compare outputs in training mode without dropout with those in eval mode."""
     own = ctx.exact.fresh()
     set_dropout(own.layer, 0.0)
     own.layer.train()
@@ -109,7 +109,7 @@ def train_eval(ctx: Probing) -> Finding | None:
 
 
 def gradients(ctx: Probing) -> Finding | None:
-    """Look for parameters, or heads' parts of them, without a gradient in any of the calls."""
+    """Look for parameters, or rows or columns of them, that get no gradient in any of the calls."""
     own = ctx.exact.fresh()
     named = [(n, p) for n, p in own.layer.named_parameters() if p.requires_grad]
     if not named:
@@ -166,7 +166,7 @@ def _dead(ctx: Probing, name: str, parameter: Tensor, slope: Tensor | None) -> s
 
 
 def input_kept(ctx: Probing) -> Finding | None:
-    """Compare x with what it was before the call."""
+    """Check that the call does not change x or the other sequence."""
     own, x = ctx.exact.fresh(), ctx.x.clone()
     given: dict[str, Any] = {"memory": x.flip(1).clone()} if "memory" in own.takes else {}
     before = {name: one.clone() for name, one in given.items()}
@@ -185,7 +185,7 @@ def input_kept(ctx: Probing) -> Finding | None:
 
 
 def contiguous(ctx: Probing) -> Finding | None:
-    """Call it on an x that is a transpose in memory."""
+    """Call the layer on an x that is transposed in memory."""
     x = ctx.x.transpose(0, 1).contiguous().transpose(0, 1)
     given = {"allow": causal_mask(ctx.tokens, ctx.tokens)} if _passes_mask(ctx.exact) else {}
     try:
@@ -228,7 +228,7 @@ def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Elsewhere(TorchFunctionMode):
-    """Raise if tensors of two devices are combined, on a machine that has only one device.
+    """Raise if tensors on two devices are combined, even on a machine that has only one device.
 
     The tensors of the layer and its input are marked as being on the other device; tensors created
     without a device are on the CPU. PyTorch's device `meta` has the same rules but takes seconds to
@@ -273,7 +273,7 @@ def _is_marked(one: Tensor) -> bool:
 
 
 def move(ctx: Probing) -> Finding | None:
-    """Call it as if its weights and input were on a GPU; look for tensors left on the CPU."""
+    """Call the layer as if its weights and input were on a GPU; find tensors left on the CPU."""
     own = ctx.random.fresh()
     if own.shown or any(True for _ in unregistered(own.layer)):
         return None  # tensors that a shown call creates are not marked
@@ -304,7 +304,7 @@ def _passes_mask(target: Target) -> bool:
 
 
 def reload(ctx: Probing) -> Finding | None:
-    """Save it and load it into a second layer with another seed."""
+    """Load the layer's state dict into a second layer, built with a different seed."""
     target = ctx.target
     if target.rebuild is None:
         return None

@@ -23,10 +23,10 @@ RECORDS = 200
 def recording(
     folder: Path, *, wanted: bool, resume: bool
 ) -> Callable[[Run], AbstractContextManager[Callable[[Progress], None] | None]]:
-    """Return a context for training: a monitor, if `monitor` is set or a resumed run had one.
+    """Return a function from a run to its context: a monitor, if `wanted` or a resumed run had one.
 
-    The timeline is written when the run ends, also after an error. A run that replaces another
-    deletes its history. With several ranks, all monitor, and the first one writes.
+    The timeline is written when the run ends, even after an error. A run that replaces an earlier
+    one deletes that history. With several ranks, all of them monitor and the first one writes.
     """
 
     def during(run: Run) -> AbstractContextManager[Callable[[Progress], None] | None]:

@@ -1,4 +1,4 @@
-"""Calls of the native CPU kernel: the built library, and its three functions.
+"""Calls to the native CPU kernel: the built library and its three functions.
 
 The library is next to this file and is called through ctypes on data pointers; it is independent of
 PyTorch. A library whose struct differs in size or version from `interface.py` is not used.
@@ -24,7 +24,7 @@ from .threads import threads
 CPU = torch.device("cpu")
 
 BFLOAT16_ONLY = frozenset({"amx", "avx512bf16", "neonbf16"})
-"""Units with code for bfloat16 only; other dtypes run on the next unit after them."""
+"""Instruction sets with code for bfloat16 only; other dtypes use the next set not among these."""
 
 # Tests replace these to hand out poisoned memory.
 empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_strided
@@ -45,7 +45,7 @@ class Library:
 
     @cached_property
     def usable(self) -> tuple[str, ...]:
-        """The instruction sets of this machine, most capable first."""
+        """The built instruction sets that this machine has, most capable first."""
         return tuple(name for name, here in zip(self.sets, self.here, strict=True) if here)
 
 
@@ -114,7 +114,7 @@ def _team() -> int | None:
         return None
 
 
-_LIBRARY = _load()  # once, as torch.compile cannot trace this
+_LIBRARY = _load()  # once, because torch.compile cannot trace this
 _forced = -1
 
 
@@ -138,7 +138,7 @@ def instructions(name: str) -> Iterator[None]:
 
 
 def unit(dtype: torch.dtype) -> str:
-    """Return the instruction set that computes calls of a dtype on this machine.
+    """Return the instruction set used for calls of a dtype on this machine.
 
     Raises:
         RuntimeError: there is no library.
@@ -155,7 +155,7 @@ def _loaded() -> Library:
 
 
 def _host() -> CHost:
-    """Return the functions by which a call releases Python and checks for Ctrl-C."""
+    """Return the functions by which a call releases the GIL and checks for Ctrl-C."""
     python = ctypes.pythonapi
     functions = python.PyEval_SaveThread, python.PyEval_RestoreThread, python.PyErr_CheckSignals
     return CHost(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
@@ -164,7 +164,7 @@ def _host() -> CHost:
 _HOST = _host()
 _HOST_AT = ctypes.addressof(_HOST)
 
-# Return codes of the functions other than 0; the last two may be combined.
+# Nonzero return codes of the functions; the last two may be combined.
 _NO_MEMORY, _NO_NUMBER, _OVERFLOW = 1, 8, 16
 
 
@@ -191,7 +191,7 @@ def _describe(call: CCall) -> str:
 def forward(problem: Problem, needs: int) -> list[Tensor | None]:
     """Return the output and the statistics whose bit is set in `needs`; `None` for the others.
 
-    Without values there is no output. The output's memory is `[B, T, H, Dv]`. NaN, and scores that
+    Without values there is no output. Its order in memory is `[B, T, H, Dv]`. NaN, and scores that
     float32 cannot hold, give NaN in the rows that see them.
     """
     call = _start_alike(problem)
@@ -233,7 +233,7 @@ def rows_of(into: Tensor, needs: int, q: Tensor) -> list[Tensor | None]:
     """Return the part of `into` `[F, B, H, T]` for each statistic of `needs`.
 
     Raises:
-        ValueError: `into` has another shape, dtype or device, or its parts are not contiguous.
+        ValueError: `into` has the wrong shape, dtype or device, or its parts are not contiguous.
     """
     shape = (needs.bit_count(), *q.shape[:3])
     found = into.unbind() if into.shape == shape else ()
@@ -267,9 +267,9 @@ def backward(
     grads: dict[str, Tensor | None],
     needed: tuple[bool, bool, bool, bool],
 ) -> list[Tensor | None]:
-    """Return the gradients in q, k, v and the sinks `[H]`, where they are needed.
+    """Return the gradients with respect to q, k, v and the sinks `[H]`, where they are needed.
 
-    `rows` are the statistics of the forward pass, `grads` the gradients in each of them.
+    `rows` are the forward pass's statistics, `grads` the gradients with respect to each of them.
     """
     call = _start(problem)
     q, _, v = problem[:3]
@@ -302,9 +302,9 @@ def sums(
     received: bool,
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `Σ_i weight_i p_ij` `[B, H, S]` if `received`, and by blocks `[B, H, n, n]`.
+    """Return `Σ_i weight_i p_ij` `[B, H, S]` if `received`, and sums over `blocks` `[B, H, n, n]`.
 
-    `blocks` is the block of every query `[T]` and of every key `[S]`, ascending, and n.
+    `blocks` holds the block number of every query `[T]` and every key `[S]`, ascending, and n.
 
     Raises:
         ValueError: a block number is not in 0…n−1.
@@ -349,7 +349,7 @@ def _in_float32(shape: tuple[int, ...]) -> Tensor:
 
 
 def output_like(q: Tensor, v: Tensor) -> Tensor:
-    """Return an empty output `[B, H, T, Dv]` in which merging the heads is a view."""
+    """Return an empty output `[B, H, T, Dv]` whose heads can be merged as a view."""
     b, h, t, _ = q.shape
     wide = v.shape[3]
     strides = _output_strides(h, t, wide)

@@ -10,9 +10,9 @@ import torch
 
 
 def threads() -> int:
-    """Return the number of threads of a call: PyTorch's, or the CPUs of the cgroup if fewer.
+    """Return the number of threads for a call: PyTorch's, or the cgroup's CPUs if those are fewer.
 
-    More threads would not help: Linux stops all of them once the quota of a period is used.
+    More threads would not help: Linux stops all of them once the period's quota is used up.
     """
     limit = _limit()
     number = torch.get_num_threads()
@@ -50,7 +50,7 @@ def cpu_limit(
 
 
 def _share(folder: Path) -> float | None:
-    """Return the number of CPUs that one cgroup may use; None without a limit."""
+    """Return the number of CPUs that one cgroup may use; None if there is no limit."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text("ascii").split()

@@ -1,15 +1,15 @@
-"""Checkpoints of training runs: the complete state for the next step.
+"""Checkpoints of training runs: the complete state that the next step needs.
 
 One process writes `checkpoint.safetensors`: the weights, the two moments of AdamW and, in its
 header, the step, the settings and a fingerprint of the text. Nothing in it is pickled.
 
-Several ranks write their shares into `checkpoints/` through PyTorch's DCP: one directory per
+Several ranks write their parts into `checkpoints/` through PyTorch's DCP: one directory per
 checkpoint, and `latest.json` with the name of the last complete one. DCP writes `.metadata` when
-the files of all ranks are on the disk; then `latest.json` is replaced and older directories are
-removed. Tensors have the names of `checkpoint.safetensors`. `.metadata` is pickled: opening one
-from an untrusted source can run code.
+the files of all ranks are on disk; then `latest.json` is replaced and older directories are
+removed. Tensors have the same names as in `checkpoint.safetensors`. `.metadata` is pickled: opening
+it from an untrusted source can run code.
 
-Any number of ranks reads either format. There is no random state: all random numbers of a step
+Any number of ranks can read either format. No random state is saved: all random numbers of a step
 are a function of the seed and the step's number.
 """
 
@@ -46,7 +46,7 @@ OnFirstRank = Callable[[Callable[[], Any]], Any]
 class Checkpoint:
     """An open checkpoint: the state of the run, and the shape and dtype of each tensor.
 
-    fill: reads tensors, by name, into given tensors.
+    fill: reads stored tensors into the given ones, matched by name.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Checkpoint:
         """Read weights and moments into a model and its optimizer, sharded or not.
 
         Raises:
-            FolderError: the checkpoint has other tensors, shapes or dtypes than the model, or
+            FolderError: the checkpoint does not match the model's tensors, shapes or dtypes, or
                 cannot be read.
         """
         self._compare(model)
@@ -90,7 +90,7 @@ class Checkpoint:
 
 
 def newest(folder: Path) -> Checkpoint:
-    """Open the checkpoint in a folder, from one process or several: the one with more steps.
+    """Open a folder's checkpoint, from one process or several; if both exist, the later one.
 
     Raises:
         FolderError: the checkpoint is missing or damaged.
@@ -174,7 +174,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _sharded_like(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that every rank has in the same way as `like`, without communication."""
+    """Shard a tensor like `like`, without communication; every rank has the whole tensor."""
     if not hasattr(like, "device_mesh"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -194,7 +194,7 @@ def write_sharded(
     about: Mapping[str, Any],
     on_first: OnFirstRank,
 ) -> None:
-    """Write the share of each rank; the checkpoint becomes valid once it is complete on the disk.
+    """Write each rank's part; the checkpoint becomes valid once it is complete on disk.
 
     Args:
         about: the step, the settings and the text's fingerprint.
@@ -221,7 +221,7 @@ def remove_sharded(folder: Path) -> None:
 
 
 def _new_place(folder: Path, step: int) -> Path:
-    """Return the path of a new checkpoint folder, whose parent exists."""
+    """Return a path for a new checkpoint folder; create its parent folder."""
     try:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -68,7 +68,7 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
 }
 """Unsupported keys of a GPT-2 config, with the values that have no effect.
 
-`reorder_and_upcast_attn` changes only rounding: scores are summed in float32 here in any case.
+`reorder_and_upcast_attn` changes only rounding: here, scores are always summed in float32.
 """
 
 
@@ -138,7 +138,7 @@ class GPTConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any], where: str = CONFIG) -> GPTConfig:
-        """Read a Hugging Face config; keys that do not change the function are ignored.
+        """Read a Hugging Face config; keys that do not affect the model's output are ignored.
 
         Raises:
             FolderError: the architecture or an option is not supported.
@@ -160,7 +160,7 @@ class GPTConfig:
 
 
 def check_types(config: Any) -> None:
-    """Check the fields of a frozen dataclass against their defaults; turn integers into floats.
+    """Check a frozen dataclass's fields by the types of their defaults; convert integers to floats.
 
     Raises:
         ValueError: a value has the wrong type.
@@ -250,7 +250,7 @@ class MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention and feed-forward, each of a normalized input and added to the residual stream."""
+    """Attention and feed-forward: each reads a normalized input and adds to the residual stream."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class GPT2Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks and the last normalization: Hugging Face's `GPT2Model`."""
+    """Embeddings, blocks and the final normalization: Hugging Face's `GPT2Model`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -293,8 +293,8 @@ class Transformer(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with its language-modeling head.
 
-    Weights start as in GPT-2: normal with `initializer_range`, the projections into the residual
-    stream smaller by `sqrt(2 · n_layer)`, biases 0.
+    Weights are initialized as in GPT-2: normal with standard deviation `initializer_range`, divided
+    by `sqrt(2 · n_layer)` in the projections into the residual stream; biases are 0.
 
     >>> model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3)).eval()
     >>> model(torch.tensor([[1, 2, 3], [4, 5, 6]])).shape
@@ -336,7 +336,7 @@ class GPT(nn.Module):
         Args:
             ids: token ids.
             cache: one `KVCache` per layer (`new_cache()`), appended to in place.
-            mask: a mask besides `Causal()`, for example `Padding(lengths, side="left")`.
+            mask: a mask in addition to `Causal()`, for example `Padding(lengths, side="left")`.
             positions: rows of the position table; by default they continue after the cache.
 
         Raises:
@@ -354,7 +354,7 @@ class GPT(nn.Module):
         mask: Mask | None = None,
         positions: Int[Tensor, "*B T"] | None = None,
     ) -> Float[Tensor, "B V"]:
-        """Return `forward(...)[:, -1]` without the head's product for the other positions."""
+        """Return `forward(...)[:, -1]` without applying the head to the other positions."""
         return self.lm_head(self._hidden(ids, cache, mask, positions)[:, -1])
 
     def _hidden(
@@ -434,7 +434,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Write a folder for `from_pretrained` and `transformers`; files are written completely.
+        """Write a folder for `from_pretrained` and `transformers`; no file is left incomplete.
 
         Raises:
             FolderError: the folder cannot be written.
@@ -501,7 +501,7 @@ def builtin() -> Path:
 
 
 def _stored_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in the folder's files by their names in the model, not yet read."""
+    """Return the folder's stored tensors, not yet read, by their names in the model."""
     found: dict[str, StoredTensor] = {}
     for one in read_headers(weight_files(folder)):
         known = one.name.startswith(("transformer.", "lm_head."))

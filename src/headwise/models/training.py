@@ -42,7 +42,7 @@ During = AbstractContextManager[Callable[[Progress], None] | None]
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run. Losses are in nats per token, baselines on the same held-out tokens."""
+    """The result of a run. Losses are in nats per token; baselines use the same held-out tokens."""
 
     folder: str
     source: str
@@ -83,7 +83,7 @@ def train(
         config: the settings. With `resume` they come from the checkpoint, and config must be None.
         resume: continue the run in the folder.
         overwrite: replace the run in the folder.
-        stop_after: save and stop after this number of steps of this call.
+        stop_after: save and stop after this many steps in this call.
         should_stop: called after every step; True saves and stops the run.
         report: called after every step.
         during: returns a context manager for training, such as a monitor of the run's model; a
@@ -115,7 +115,7 @@ def _train(
     should_stop: Callable[[], bool],
     reports: Sequence[Callable[[Progress], None]],
 ) -> Summary:
-    """Take the remaining steps; save and measure in between."""
+    """Take the remaining steps, saving and measuring along the way."""
     first, started, saved = run.step, time.monotonic(), time.monotonic()
     every = max(1, run.config.steps // 20)
     last = run.config.steps if stop_after is None else min(run.config.steps, first + stop_after)
@@ -146,7 +146,7 @@ def _train(
 
 
 def _save(run: Run, folder: Path) -> None:
-    """Save the run; raise if its weights are NaN, to keep the last valid model."""
+    """Save the run; if its weights are not finite, raise instead and keep the last valid model."""
     if not run.finite():
         raise _diverged(run)
     run.save(folder)
@@ -160,7 +160,7 @@ def _diverged(run: Run) -> ValueError:
 
 
 def _summary(run: Run, folder: Path, tokens_per_second: float, seconds: float) -> Summary:
-    """Measure the current model."""
+    """Measure the current model and return the summary of the run."""
     held_out = run.held_out_loss()
     first, second = run.repeat_losses()
     scored = sum(len(text.encode()) for text in run.corpus.held_out) / len(run.held_ids)

@@ -1,4 +1,4 @@
-"""Compare heads: the same heads of two looks, or all pairs of heads of one look."""
+"""Compare heads: the same heads in two looks, or all pairs of heads in one look."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schema import Layer, Look
 def differences(one: Look, other: Look) -> tuple[list[dict[str, Any]], int]:
     """Return a row for each head that both looks have, and the number of heads in only one.
 
-    Heads match by module and number. `labels` are the names of each look's labels; every other
+    Heads match by module and number. `labels` holds the names of the labels in each look; every
     metric is the difference `other − one`.
 
     Raises:
@@ -60,13 +60,13 @@ FORMULA = (
 
 
 MOST_HEADS = 2048
-"""The maximal number of heads in the matrix; larger ones are unreadable."""
+"""The maximum number of heads in the matrix; a larger matrix is unreadable."""
 
 
 def similarity(layers: Sequence[Layer]) -> np.ndarray | None:
     """Return the similarity `[N, N]` of all heads; `None` for more than `MOST_HEADS`.
 
-    `Σ_j √(p_ij r_ij)`, the mean over rows of the maps (Bhattacharyya 1943): 1 for equal maps, 0
+    `Σ_j √(p_ij r_ij)`, averaged over rows of the maps (Bhattacharyya 1943): 1 for equal maps, 0
     if no key is shared, NaN for heads whose queries or keys are different streams. The weight on a
     learned sink counts as an additional key.
 
@@ -94,7 +94,7 @@ def similarity(layers: Sequence[Layer]) -> np.ndarray | None:
 
 
 def _roots(maps: np.ndarray) -> np.ndarray:
-    """Return `[H, n · (m + 1)]`: square roots of maps and of rows' remainders, of norm 1."""
+    """Return `[H, n · (m + 1)]`: square roots of maps and rows' remainders, scaled to norm 1."""
     left = (1 - maps.sum(-1, keepdims=True)).clip(0)
     whole = np.concatenate([maps, left], axis=-1).clip(0)
     return np.sqrt(whole.reshape(len(maps), -1) / maps.shape[1])

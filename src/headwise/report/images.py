@@ -1,4 +1,4 @@
-"""Vision transformers: an image in patches."""
+"""Vision transformers, which read an image as patches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from .sample import LookError, Part, Sample, Subject, as_look_error
 from .schema import Stream
 
-PICTURE_SIDE = 384  # pixels per side of the picture that is kept
+PICTURE_SIDE = 384  # the maximum number of pixels per side of the stored picture
 
 
 class Images(Subject):
-    """A model of `transformers` that reads `pixel_values`, with its image processor."""
+    """A `transformers` model that reads `pixel_values`, with its image processor."""
 
     kind = "a vision transformer"
 
@@ -65,7 +65,7 @@ class Images(Subject):
             grid=(rows, columns),
             picture=self._picture(pixels),
         )
-        # The class that the intact model predicts, also when heads are ablated later.
+        # The class that the intact model predicts; it stays the label when heads are ablated later.
         labels = given.logits.argmax(-1) if self.loss_of else None
         return Sample(inputs, [Part(stream)], len(stream.tokens), labels)
 

@@ -1,4 +1,4 @@
-"""Prompts in any form as token ids, with the text of each token."""
+"""Read prompts in any form as token ids, with the text of each token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .tokens import AnyTokenizer, ids_of
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt: its ids, its tokens as text, what `generate` is called with, and its messages.
+    """A prompt: its ids, its tokens as text, the inputs of `generate`, and its messages.
 
-    Of a prompt that is `written`, joined tokens are the text.
+    If a prompt is `written`, its joined tokens are its text.
     """
 
     ids: list[int]
@@ -29,7 +29,7 @@ class Prompt:
 
     @property
     def places(self) -> Tensor:
-        """Return the positions of the tokens that are no padding."""
+        """Return the positions of the tokens that are not padding."""
         mask = self.inputs.get("attention_mask")
         if not isinstance(mask, Tensor):
             return torch.arange(len(self.ids))
@@ -40,7 +40,7 @@ def read_prompt(quoted: str, tokenizer: Any, words: AnyTokenizer, given: Any) ->
     """Read a prompt: a text, messages, token ids, or the inputs of `generate`.
 
     Raises:
-        ValueError: something else; an empty prompt; several of them. Errors quote the call.
+        ValueError: anything else, an empty prompt, or several prompts. Errors quote the call.
     """
     inputs: dict[str, Any] = {}
     tokens, messages, written = None, {}, True
@@ -66,7 +66,7 @@ def read_prompt(quoted: str, tokenizer: Any, words: AnyTokenizer, given: Any) ->
 
 
 def token_texts(words: AnyTokenizer, ids: list[int], written: bool) -> list[str]:
-    """Return the text of each token: of a `written` text its own letters, cut where tokens end."""
+    """Return the text of each token; if `written`, the decoded text, cut where tokens end."""
     return (written and words.pieces(ids)) or words.texts(ids)
 
 
@@ -88,7 +88,7 @@ def _of_chat(
     for number, message in enumerate(messages):
         try:
             until = ids_of_chat(messages[: number + 1], False)
-        except Exception:  # templates refuse what they like, such as a chat without a question
+        except Exception:  # a template may reject a chat, such as one without a question
             return ids, {}
         if ids[: len(until)] != until:
             return ids, {}
@@ -98,7 +98,7 @@ def _of_chat(
 
 
 def text_range(quoted: str, prompt: Prompt, name: str, text: str) -> tuple[int, int]:
-    """Return the range of tokens in which a text stands in a prompt, where it occurs first.
+    """Return the range of tokens that holds the first occurrence of a text in a prompt.
 
     Raises:
         ValueError: it does not occur.

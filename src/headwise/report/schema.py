@@ -28,7 +28,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursio
 """The errors that reading a damaged document raises."""
 
 FINE_ENTRIES = 150_000  # up to this number of top weights, each has a resolution of 1/65534
-FINE_PAIRS = 512**2 // 2  # up to this number of pairs of heads, similarity has one of 1/254
+FINE_PAIRS = 512**2 // 2  # up to this many pairs of heads, similarity has a resolution of 1/254
 
 
 FACTS = {
@@ -40,7 +40,7 @@ FACTS = {
 
 
 class LookFileError(ValueError):
-    """Raised for a file without a look; the message names the file, the reason and a fix."""
+    """Raised if a file does not hold a look; the message names the file, the reason and a fix."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,8 +51,8 @@ class Stream(Brief):
     tokens: each token as text; bytes that are not whole characters as `\\xe2`. For an image, its
         special tokens by name and its patches as `row,column`.
     special: the indices of the tokens that the tokenizer added (`[CLS]`, `<s>`).
-    grid: for an image, the rows and columns of its patches, the last tokens of the stream.
-    picture: for an image, a PNG of it with a few hundred pixels per side.
+    grid: for an image, the rows and columns of its patches, which are the stream's last tokens.
+    picture: for an image, a PNG of it, at most a few hundred pixels per side.
     pieces: the original text, cut where tokens end; the pieces joined are the text. The piece is
         empty for tokens that the tokenizer added and for later bytes of a character. For tokenizers
         without offsets, and for generated text, it is the decoded text; None if there is no text.
@@ -72,22 +72,22 @@ class Layer(Brief):
     keys.
 
     queries, keys: the indices of their streams in `Look.streams`.
-    maps: `[H, n, m]` in 0…1. With n = T and m = S, the attention weights, else means over blocks:
+    maps: `[H, n, m]` in 0…1. If n = T and m = S, the attention weights; else means over blocks:
         token i is in block `i · n // T`; a cell is the mean over the queries of a block of their
         total weight on a block of keys, so rows sum to 1 (minus the weight on a learned sink).
-    top_keys, top_weights: `[H, T, k]`, the keys that each query attends to most, by descending
-        weight, which is exact; −1 and 0 if there are fewer.
-    offsets: `[H, b]`, the share of the weight in each distance bin; `Look.offsets` has the first
+    top_keys, top_weights: `[H, T, k]`, the keys that each query attends to most, with their
+        exact weights, in descending order; −1 and 0 if there are fewer keys.
+    offsets: `[H, b]`, the fraction of the weight in each distance bin; `Look.offsets` has the first
         distance of each bin; None for cross-attention.
     entropy: `[H, T]`, in nats; NaN for queries without a visible key.
     received: `[H, S]`, the attention that each key receives, summed over queries.
     repeat: `[H, n, n]`, the attention weights on the short piece of repeated random tokens in
         `Look.repeats`; None for cross-attention and for images.
-    visible: `[T]`, the number of keys that each query may attend to; None if it is all keys, or
-        (`causal`) all up to the query.
+    visible: `[T]`, the number of keys that each query may attend to; None for all keys or,
+        if `causal`, for all keys up to the query.
 
-    Arrays in files have 8 bits per number (top weights of small models 16), and also after reading
-    a file. For large models, entropy and received are means over blocks of tokens (`budget()`).
+    In files, and when read from them, arrays have 8 bits per number (16 for top weights of small
+    models). For large models, entropy and received are means over blocks of tokens (`budget()`).
     """
 
     name: str
@@ -117,12 +117,12 @@ class Look:
     rows: one dict per head, in order of layer and head: `layer` (index in `layers`), `head`,
         `module` (its qualified name), `labels` (a list of dicts `label`, `key`, `score`,
         `threshold`, `coverage`; empty for an unlabeled head), then a number for each of `columns`,
-        with `<name>_coverage` (share of queries that have a target) and `<name>_se` (standard error
+        with `<name>_coverage` (fraction of queries with a target) and `<name>_se` (standard error
         over texts), if defined. A metric that a head lacks is None.
     layers: each attention module on the first text.
     streams: the streams that were read; `Layer.queries` and `Layer.keys` are indices into them.
     offsets: the first distance of each bin of `Layer.offsets`; each bin ends where the next begins.
-    similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None if not computed.
+    similarity: `[N, N]` for all heads in the order of rows; 1 for equal maps; None if not computed.
     repeats: the short piece of random tokens of `Layer.repeat`, for each of `streams` that has one.
     composition: the pairs of heads with the largest composition of each kind, `"K"`, `"Q"` and
         `"V"`: lists of `[writer, reader, score]`, indices into `rows`, the largest score first; and

@@ -26,11 +26,11 @@ _DAMAGE = (sqlite3.Error, zlib.error, ValueError, KeyError, TypeError, OverflowE
 
 
 class TimelineError(ValueError):
-    """Raised for a history that cannot be shown; the message names the file, reason and fix."""
+    """Raised if a history cannot be shown; the message names the file, the reason and a fix."""
 
 
 class NothingRecordedError(TimelineError):
-    """Raised for a history without a step, such as that of a run that has just started."""
+    """Raised for a history without any steps, such as that of a run that has just started."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,7 +62,7 @@ class Timeline:
     about: the versions and settings of the monitor.
     heads: the layer and index of each head `[N]`.
     steps: the recorded steps `[n]`, ascending.
-    tracks: the values by name of the statistic.
+    tracks: the values of each statistic, by its name.
     alarms: the alarms, ordered by step.
     scalars: scalars such as the loss, by name and step.
     """
@@ -90,7 +90,7 @@ class Timeline:
         return layers
 
     def rows(self, place: int) -> list[dict[str, Any]]:
-        """Return a row for each head with its values at the recorded step with the given index."""
+        """Return a row for each head, with its values at the recorded step of index `place`."""
         rows: list[dict[str, Any]] = [{"layer": layer, "head": n} for layer, n in self.heads]
         for name, track in self.tracks.items():
             for column, values in ((name, track.values), (f"{name}_se", track.errors)):
@@ -118,7 +118,7 @@ class Timeline:
 
 
 def read_timeline(run: History | str | os.PathLike[str]) -> Timeline:
-    """Read a history, also while training is still writing it.
+    """Read a history, even while training is still writing it.
 
     Args:
         run: a history, its file, or the folder of a run that contains one.
@@ -183,7 +183,7 @@ def _read(history: History) -> Timeline:
 
 
 def _ordered(history: History, about: dict[str, Any]) -> list[str]:
-    """Return the names of the recorded statistics: the monitor's defaults, the probe's, others."""
+    """Return the names of recorded statistics: the monitor's own, its probe's, then the others."""
     first = [str(name) for name in about.get("statistics", [])]
     order = [*first, *(f"probe/{name}" for name in first)]
     recorded = history.statistics
@@ -191,7 +191,7 @@ def _ordered(history: History, about: dict[str, Any]) -> list[str]:
 
 
 def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
-    """Return a series aligned to all steps."""
+    """Align a series with all recorded steps."""
     there = np.isin(series.steps, steps)
     place = np.searchsorted(steps, series.steps[there])
 
@@ -206,7 +206,7 @@ def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
 
 
 def _name(path: Path) -> str:
-    """Return the name of a run: the folder of a file with the default name, else the file."""
+    """Return the name of a run: its folder's if the file has the default name, else the file's."""
     whole = Path(os.path.realpath(path))
     return escaped(whole.parent.name if path.name == HISTORY else path.stem)
 
@@ -251,7 +251,7 @@ def _restricted(run: Timeline, heads: list[tuple[str, int]], names: list[str]) -
 
 
 def _shared(run: Timeline, heads: list[tuple[str, int]]) -> list[str]:
-    """Return the heads of layers that both runs have."""
+    """Return a run's heads in those layers that both runs have."""
     layers = {layer for layer, _ in heads}
     return [f"{layer} {head}".strip() for layer, head in run.heads if layer in layers]
 
@@ -271,9 +271,9 @@ def _only_in_one(kind: str, one: list[str], other: list[str]) -> list[str]:
 
 
 def differences(one: Timeline, other: Timeline) -> tuple[int | None, list[dict[str, Any]]]:
-    """Return the last common step of two matched runs, and B − A of every head there.
+    """Return the last common step of two matched runs, and B − A for every head at that step.
 
-    If they have none, the step and the rows are empty. Standard errors assume independent samples.
+    Without a common step, return None and no rows. Standard errors assume independent samples.
     """
     common = np.intersect1d(one.steps, other.steps)
     if not len(common):

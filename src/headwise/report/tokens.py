@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .._text import must_be_text
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the notation of SentencePiece for a byte without a piece
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's notation for a byte without a piece
 
 
 class LookError(ValueError):
-    """Raised if a model cannot read a text, or the tokenizer does not belong to it."""
+    """Raised if a model cannot read a text, or if the tokenizer does not belong to the model."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Encoded:
 
 
 class Vocabulary:
-    """A tokenizer of `tokenizers` or `transformers`.
+    """A tokenizer from `tokenizers` or `transformers`.
 
     Raises:
         LookError: the object is not a tokenizer.
@@ -69,7 +69,7 @@ class Vocabulary:
 
     @property
     def special(self) -> frozenset[int]:
-        """Return the ids that stand for no text."""
+        """Return the ids that represent no text."""
         if self._plain:
             added = self.tokenizer.get_added_tokens_decoder()
             return frozenset(number for number, token in added.items() if token.special)
@@ -129,14 +129,14 @@ class Vocabulary:
         return Encoded(ids, special, total, pieces_of(text, offsets, special))
 
     def pieces(self, ids: list[int]) -> list[str] | None:
-        """Return the text of these tokens, cut where they end; None if the tokenizer gives none."""
+        """Return the text of these tokens, cut where they end; None if it cannot be cut."""
         special = self.special
         return self._decoded(ids, {n for n, one in enumerate(ids) if one in special})
 
     def _decoded(self, ids: list[int], special: Collection[int]) -> list[str] | None:
         options = {"skip_special_tokens": False}
         if not self._plain:
-            options["clean_up_tokenization_spaces"] = False  # it would change the text before it
+            options["clean_up_tokenization_spaces"] = False  # it would change earlier text
         decode = getattr(self.tokenizer, "decode", None)
         return decode and pieces_by_decoding(partial(decode, **options), ids, special)
 
@@ -194,7 +194,7 @@ def pieces_of(text: str, offsets: Sequence[tuple[int, int]], special: Collection
 def pieces_by_decoding(
     decode: Callable[[list[int]], str], ids: Sequence[int], special: Collection[int]
 ) -> list[str] | None:
-    """Cut the decoded text where its tokens end: the text that each token adds to those before.
+    """Cut the decoded text where its tokens end: each piece is what a token adds to earlier text.
 
     If tokens share a character, the first one gets it.
 
@@ -325,7 +325,7 @@ class OtherTokenizer:
         return [self._text(one) for one in ids]
 
     def _text(self, number: int) -> str:
-        # Ids that are sampled at random may be missing in the tokenizer.
+        # Ids that are sampled at random may be missing from the tokenizer.
         try:
             return str(self.tokenizer.decode([number]))
         except (KeyError, IndexError, ValueError, OverflowError):
@@ -357,7 +357,7 @@ class TokenStrings:
 
     @property
     def size(self) -> int | None:
-        """Return the number of ids; None for a dict, which may have only the ids of one text."""
+        """Return the number of ids; None for a dict, which may hold only the ids of one text."""
         return len(self._strings) if isinstance(self.given, Sequence) else None
 
     def encode(self, text: str, limit: int | None = None, *, target: bool = False) -> Encoded:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 PROBE = 1e3
-"""The size of the numbers that a norm is tried with; its eps is nothing beside their square."""
+"""The size of the numbers used to probe a norm; its eps is negligible next to their square."""
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if the class name of a module is that of a normalization.
+    """Return True if the name of a module's class contains "norm", ignoring case.
 
     >>> is_norm(nn.LayerNorm(4)), is_norm(nn.RMSNorm(4)), is_norm(nn.Linear(4, 4))
     (True, True, False)
@@ -24,7 +24,7 @@ def is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class NormMap:
-    """A norm is `gain · centered(x) / scale(x) + shift`; RMS norms do not center."""
+    """A norm as the map `gain · centered(x) / scale(x) + shift`; RMS norms do not center."""
 
     gain: Tensor
     shift: Tensor
@@ -33,7 +33,7 @@ class NormMap:
     @classmethod
     @torch.no_grad()
     def of(cls, norm: nn.Module, width: int) -> NormMap:
-        """Find the map of a norm of any class by trying it on two vectors.
+        """Find the map of a norm of any class by applying it to a few vectors.
 
         Raises:
             ValueError: the module does not compute a norm.
@@ -43,7 +43,7 @@ class NormMap:
         (True, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
         """
         like = next(iter(norm.parameters()), torch.zeros(()))
-        if like.dtype.itemsize < 4:  # whose rounding is no part of the map
+        if like.dtype.itemsize < 4:  # its rounding is not part of the map
             norm = copy.deepcopy(norm).float()
             like = like.float()
         i = torch.arange(width, dtype=like.dtype, device=like.device)
@@ -68,7 +68,7 @@ class NormMap:
         return self.centered(x).square().mean(-1, keepdim=True).sqrt()
 
     def read_by(self, weight: Tensor) -> Tensor:
-        """Convert a weight `[…, E]` on the norm's output to one on its input, up to the scale:
+        """Convert a weight `[…, E]` for the norm's output to one for its input, up to the scale:
         `W · diag(gain)`, centered."""
         return self.centered(weight * self.gain.to(weight))
 

@@ -21,7 +21,7 @@ class Patched(HeadTable):
     """The result of `patch()`.
 
     Attributes:
-        clean, corrupted: the metric of both runs, `[B]`; `[1]` for a scalar metric.
+        clean, corrupted: the metric of each run, `[B]`; `[1]` for a scalar metric.
         positions: the positions that are patched one at a time; `None` for all at once.
         patched: the metric of each patched run: `patched["L2H9"]` `[B, P]`, with P = 1 for all
             positions at once.
@@ -47,9 +47,9 @@ class Patched(HeadTable):
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each head, or for each head and `position`: `layer`, `head`, `module`.
 
-        * `patched`: the metric of the patched run, as a mean over the batch.
-        * `effect`: the change of the metric of the corrupted run by patching.
-        * `restored`: the effect divided by the difference of clean and corrupted run; absent if
+        * `patched`: the metric of the patched run, averaged over the batch.
+        * `effect`: the amount by which patching changes the metric of the corrupted run.
+        * `restored`: the effect divided by the clean minus the corrupted metric; absent if
           these are equal.
         * `estimate`: the first-order effect (Nanda 2023, "attribution patching").
         """
@@ -84,7 +84,7 @@ def patch(
     modules: Modules = None,
     report: Callable[[float], None] | None = None,
 ) -> Patched:
-    """Measure a metric of a corrupted run with one head's output at a time from the clean run.
+    """Measure a metric of a corrupted run, taking one head's output at a time from the clean run.
 
     This takes one forward pass for each head, or for each head and position. Attribution patching
     estimates all of them in one backward pass: `(clean − corrupted) · ∂metric/∂output`.
@@ -92,7 +92,7 @@ def patch(
     Args:
         model: any model that `watch()` supports, in evaluation mode.
         clean, corrupted: inputs of the model, each a dict of keywords, a tuple or list of
-            arguments, or a single argument; of the same sizes.
+            arguments, or a single argument; both of the same sizes.
         metric: `metric(output)` for each row of the batch, `[B]`, or a scalar; usually a
             difference of logits.
         positions: True patches each position separately, a list only those positions; False
@@ -103,7 +103,7 @@ def patch(
 
     Raises:
         ValueError: the model is in training mode; no attention was captured; runs have different
-            sizes; a position is out of range; the metric has another shape, or no gradient for the
+            sizes; a position is out of range; the metric has a wrong shape, or no gradient for the
             estimate.
 
     >>> from headwise.models import builtin, load

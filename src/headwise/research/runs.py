@@ -1,4 +1,4 @@
-"""One run of a model with what is kept of its attention calls, and gradients of a score."""
+"""One run of a model: what is kept of its attention calls, and the gradients of a score."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..capture.modules import Modules, call_model, check_inputs, check_model
 
 Kept = TypeVar("Kept")
 Score = Callable[[Any], Tensor]
-"""A function of what the model returns: a number for each row, `[B]`, or one for all, `[]`."""
+"""A function of the model's output, giving a number for each row, `[B]`, or one for all, `[]`."""
 
 
 @dataclass
 class HeadRun(Generic[Kept]):
-    """The attention calls of one run of a model, in their order.
+    """The attention calls of one run of a model, in order.
 
     Attributes:
-        names: the modules that made them.
+        names: the names of the modules that made the calls.
         results: what `keep` returned for each.
-        slopes: the gradient of the score by each call's output `[B, H, T, Dv]`; empty without one.
-        numbers: the numbers of the layers, by the names of their modules.
-        score: the score, without a graph; NaN where none was wanted.
+        slopes: the score's gradient with respect to each output `[B, H, T, Dv]`; empty if none.
+        numbers: the layer number of each module, by the module's name.
+        score: the score, detached; NaN if none was requested.
     """
 
     names: list[str] = field(default_factory=list)
@@ -49,15 +49,15 @@ def run_heads(
     gradient: Literal["full", "direct"] | None = None,
     named: str = "score",
 ) -> HeadRun[Kept]:
-    """Run a model once, `keep` what is wanted of each attention call, and compute a score.
+    """Run a model once, collect `keep(call)` for each attention call, and compute a score.
 
     Args:
-        gradient: `"full"`: `slopes` has the gradients of the score. `"direct"`: heads are cut from
-            the graph where their outputs are made.
-        named: the argument that is the score, for errors.
+        gradient: `"full"`: `slopes` has the gradients of the score. `"direct"`: the same, but with
+            the heads' outputs detached from the graph that computed them.
+        named: the name of the score argument, for error messages.
 
     Raises:
-        ValueError: no attention was seen; a score of another shape, or without a gradient.
+        ValueError: no attention was seen; the score has the wrong shape, or no gradient.
     """
     quoted = check_model(function, model)
     check_inputs(quoted, inputs)
@@ -122,7 +122,7 @@ class KeptCall:
     call: AttentionCall
     values: Tensor | None = None
     slope: Tensor | None = None
-    """The gradient of a score by the heads' outputs, `[B, H, T, Dv]`."""
+    """The gradient of a score with respect to the heads' outputs, `[B, H, T, Dv]`."""
 
 
 def kept_calls(
@@ -135,11 +135,11 @@ def kept_calls(
 ) -> list[KeptCall]:
     """Run a model once and return its attention calls in order.
 
-    A score adds its gradients, and the values; `values` these alone, and the output projections,
-    also of a module beside the one that attends, as in BERT.
+    With a score, they also hold its gradients and the values; with `values`, the values and the
+    output projections, even if these belong to a different module, as in BERT.
 
     Raises:
-        ValueError: as `run_heads()`; heads on other ranks.
+        ValueError: for the same reasons as `run_heads()`; some heads are on other ranks.
     """
     quoted = check_model(function, model)
     unread: list[tuple[AttentionCall, Tensor]] = []
@@ -173,7 +173,7 @@ def kept_calls(
 
 @contextmanager
 def _readers(model: nn.Module, unread: list[tuple[AttentionCall, Tensor]]) -> Iterator[None]:
-    """Take the first linear layer that reads exactly a call's output as its projection."""
+    """Use the first linear layer whose input is exactly a call's output as its projection."""
 
     def read(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0] if inputs else None

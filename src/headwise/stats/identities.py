@@ -1,7 +1,7 @@
-"""Statistics of P as formulas on the outputs of attention calls: pure functions of tensors.
+"""Formulas for statistics of P from the outputs of attention calls: pure functions of tensors.
 
-With learned sinks, P is over keys and sink, and its rows hold the weights of the keys. `of_keys` is
-the log-sum-exp among the keys alone, −inf in dead rows; `left` is the total weight of a row's keys,
+With learned sinks, P covers keys and sink, but its rows hold only the keys' weights. `of_keys` is
+the log-sum-exp over the keys alone, −inf in dead rows; `left` is the total weight of a row's keys,
 that is, 1 minus the weight of its sink.
 """
 
@@ -33,7 +33,7 @@ def entropy(
 ) -> Float[Tensor, "B H n"]:
     """Return `−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`.
 
-    Scores must be linear in the keys, and `lse` and `P K` must be of the same keys. Subtracting the
+    Scores must be linear in the keys; `lse` and `P K` must refer to the same keys. Subtracting the
     mean of the keys changes no probability and makes both terms of the difference small.
     """
     return lse - torch.einsum("bhtd,bhtd->bht", q, keys_seen) * scale
@@ -57,7 +57,7 @@ def with_sink(
 def lse_with_sink(
     of_keys: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"] | None
 ) -> Float[Tensor, "B H n"]:
-    """Return the log-sum-exp of scores and sink."""
+    """Return the log-sum-exp over scores and sink."""
     if sinks is None:
         return of_keys
     dead = of_keys == -torch.inf
@@ -80,7 +80,7 @@ def left_to_keys(
 def digits(
     positions: Int[Tensor, " m"], of: Int[Tensor, " n"], dtype: torch.dtype
 ) -> Float[Tensor, "m 2"]:
-    """Return positions as digits to the base 4096, relative to the middle one of the queries `of`.
+    """Return positions as base-4096 digits, relative to the middle one of the queries `of`.
 
     No digit exceeds 2^24 for lengths below 2^36, so each is exact in float32. For a few queries far
     into a text, both digits are small.

@@ -44,7 +44,7 @@ def observe(
 
     The output equals that of `attend()` bit for bit. Statistics describe the probabilities before
     dropout and are computed in at least float32. (`backend="sdpa"` on CPUs takes the log-sum-exp
-    of half precision from PyTorch's kernel, whose exponential is accurate to 1e-4.) With learned
+    in half precision from PyTorch's kernel, whose exponential is accurate to 1e-4.) With learned
     sinks, `lse` and entropies cover keys and sink; masses, distances, maps, top keys and received
     attention count keys only, so they sum to 1 minus the weight of the sink.
 
@@ -216,10 +216,10 @@ def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
 
 
 def _only_behind(view: View) -> bool:
-    """Return True if each query sees one range of keys up to its own position, and no sink."""
+    """Return True if each query sees one range of keys up to its position, and there is no sink."""
     if view.original.sinks is not None or view.mask.looks_ahead(view.extent):
         return False
     found = view.mask.key_ranges(view.extent, view.device)
     if found is None or view.mask.free or not readable(view.original.q):
         return found is not None
-    return bool((found[1] <= view.positions + 1).all())  # whatever mask it may be
+    return bool((found[1] <= view.positions + 1).all())  # whatever the mask

@@ -49,8 +49,8 @@ class OutputNorm(Statistic):
     """The norm of each head's output and of its contribution to the layer: both `[B, H, T]`.
 
     `output_norm` is `‖o_h‖`; `contribution` is `‖W_h o_h‖`, where `W_h` holds the columns of the
-    output projection that read head h (Kobayashi et al. 2020). Without a projection, it is NaN and
-    left out of tables.
+    output projection that read head h (Kobayashi et al. 2020). Without a projection, `contribution`
+    is NaN and left out of tables.
 
     Args:
         projection: weight of the output projection, `[O, H · Dv]`; `watch` uses the layer's own.
@@ -88,7 +88,7 @@ class OutputNorm(Statistic):
 
 
 def _contribution(out: Tensor, weight: Tensor) -> Tensor:
-    """Return `‖W_h o‖` by the R factor of `W_h`'s QR: O(T·D²) per head, not O(T·D·O)."""
+    """Return `‖W_h o‖`, using R from the QR of `W_h`: O(T·D²) per head, not O(T·D·O)."""
     heads, width = out.shape[1], out.shape[3]
     if weight.dim() != 2 or weight.shape[1] != heads * width:
         raise ValueError(

@@ -31,7 +31,7 @@ UNREADABLE = "numbers cannot be read here, so the route must not depend on them"
 
 @dataclass(frozen=True)
 class Route:
-    """The route by which a need is answered in a call, and the reason if there are others."""
+    """The route by which a need is answered in a call, and why, if other routes exist."""
 
     kind: str
     why: str = ""
@@ -80,7 +80,7 @@ class Setting:
 
 
 class Need(ABC):
-    """Raw numbers of a call that statistics read. Equal needs are answered once.
+    """Raw numbers that statistics read from a call. Equal needs are answered once.
 
     `name` is its name in routes, and `kernel` the field of a one-pass backend that holds it.
     """
@@ -94,7 +94,7 @@ class Need(ABC):
     scores = True
     """It reads scores or their log-sum-exp; otherwise it requires no call."""
     mass = False
-    """It is a mass on chosen keys, most of which may be on few queries."""
+    """It is a mass on chosen keys, which may be concentrated in a few queries."""
     vectors = False
     """True if it needs the queries and keys themselves, not only the scores."""
     output = False
@@ -102,11 +102,11 @@ class Need(ABC):
     flexible = False
     """It is answered by an extra call or by a pass made for another need, whichever costs less."""
     among_keys = False
-    """Its pass is over probabilities among the keys alone, as if there were no sink."""
+    """Its pass is over the probabilities of the keys alone, as if there were no sink."""
 
     @abstractmethod
     def route(self, setting: Setting) -> Route:
-        """Return the route by which such a call answers it."""
+        """Return the route that answers it in a call with these properties."""
 
     @abstractmethod
     def answer(self, route: Route, work: Work) -> Any:
@@ -131,14 +131,14 @@ class Need(ABC):
         """Return True if the answer for all queries is nearly free once their LSE is known.
 
         For example, if there are few queries besides those `drawn`, or if the pass that computed
-        the LSE returned the fields, too.
+        the LSE returned its field too.
         """
         given = every.given
         return route.kind == KERNEL and getattr(given, self.kernel or "", None) is not None
 
 
 class OfPass(Need):
-    """A need that a pass over the scores answers. No gradient."""
+    """A need that is answered by a pass over the scores, without a gradient."""
 
     def route(self, setting: Setting) -> Route:
         return Route(PASS)

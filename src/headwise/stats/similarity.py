@@ -19,11 +19,11 @@ from .statistic import Statistic
 
 @dataclass(frozen=True)
 class Similarity(Statistic):
-    """The distance between the attention of two heads: `[B, H, H]`, Jensen–Shannon, 0 to 1.
+    """The Jensen–Shannon distance between the attention of two heads: `[B, H, H]`, from 0 to 1.
 
     `√(H(½p + ½r) − ½H(p) − ½H(r))`, with entropies in bits, averaged over the valid queries in a
     stratified sample of `queries` (all, if there are fewer). 0 on the diagonal; NaN for two heads
-    without a common valid query. A learned sink is one more outcome. No gradient.
+    without a common valid query. A learned sink counts as one more outcome. No gradient.
 
     Source: Lin 1991; between heads: Clark et al. 2019, §6.
     """
@@ -54,7 +54,7 @@ class Similarity(Statistic):
 
 @dataclass(frozen=True)
 class _DistanceOfHeads(Need):
-    """Sums of distances between heads over sampled queries, and their number: `[B, H, H]`."""
+    """Sums of distances between heads over sampled queries, and the query counts: `[B, H, H]`."""
 
     queries: int
     seed: int
@@ -82,7 +82,7 @@ class _DistanceOfHeads(Need):
 
 
 def _drawn(of: Similarity | _DistanceOfHeads, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample queries, which represent `weights` `[T]` queries; return indices and new weights."""
+    """Sample from queries of the given `weights` `[T]`; return indices and the sample's weights."""
     sample = draw(of.queries, len(weights), of.seed, weights.device)
     if sample is None:
         return torch.arange(len(weights), device=weights.device), weights

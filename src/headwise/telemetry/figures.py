@@ -1,4 +1,4 @@
-"""Sums or maxima of heads over a step; they merge exactly."""
+"""Per-head sums or maxima over a step, which merge exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ deviations from their mean, and the square of the sampling error of the sum."""
 
 
 def sums_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
-    """Return the sums of each reading: `[4, H]` of a mean, `[1, H]` of a maximum.
+    """Return the sums of each reading: `[4, H]` for a mean, `[1, H]` for a maximum.
 
     In float64, on the reading's device (`to_host`). `None` for readings without one number for each
     query or batch row, such as a map. Readings of equal shapes are summed together, as if their
@@ -60,7 +60,7 @@ def to_host(blocks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sums_of(reading: Reading) -> Tensor:
-    """Return the sums of a reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64."""
+    """Return the sums of a reading: `[4, H]` for a mean, `[1, H]` for a maximum, in float64."""
     values = reading.values.detach()
     if reading.largest:
         return largest_of(values)[None].double()
@@ -70,7 +70,7 @@ def _sums_of(reading: Reading) -> Tensor:
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Merge the sums or maxima of two samples, squares about the common mean (Chan et al. 1979).
+    """Merge sums or maxima of two samples, with squares about the common mean (Chan et al. 1979).
 
     >>> some, more = torch.tensor([[2.0], [6], [2], [0]]), torch.tensor([[1.0], [9], [0], [0]])
     >>> merged(some, more).flatten().tolist()  # 2, 4 and 9
@@ -88,7 +88,7 @@ class HeadMetrics:
     """One statistic of every head of a model over a step.
 
     `data` is `[4, N]` or `[1, N]` (`FIELDS[kind]`), where N counts the heads of all layers, those
-    of the first layer first. `queries` of `of_queries` were sampled.
+    of the first layer first. `queries` out of `of_queries` queries were sampled.
     """
 
     kind: str

@@ -26,7 +26,7 @@ class QueryKeyProjections(ABC):
 
     Attributes:
         own: the names of all tensors of the layer.
-        queries, keys: the names of the tensors with queries, and with keys.
+        queries, keys: the names of the tensors that project queries, and of those for keys.
         num_heads, num_kv_heads: the numbers of their heads.
     """
 
@@ -44,7 +44,7 @@ class QueryKeyProjections(ABC):
 
     @abstractmethod
     def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a factor for each tensor that multiplies queries by q `[H]` and keys by k `[G]`.
+        """Yield a factor per tensor; together they multiply queries by q `[H]` and keys by k `[G]`.
 
         Each factor broadcasts to its tensor.
         """
@@ -75,15 +75,15 @@ class _OfLayout(QueryKeyProjections):
                 yield full, factor[number] if "{n}" in name else factor
 
     def _holding(self, part: str) -> list[str]:
-        """Return the names of the tensors with a part."""
+        """Return the names of the tensors that hold a part."""
         held = {f"{part}.weight", f"{part}.bias"}
         return [name for name in self.layer.where if held & set(parts_of(self.patterns[name][0]))]
 
 
 class _Latent(QueryKeyProjections):
-    """The projections of multi-head latent attention, whose keys come from a latent of all heads.
+    """The projections of multi-head latent attention, whose heads' keys come from one latent.
 
-    The key of a head has its own part, from `kv_b_proj`, and a rotated part that all heads share;
+    A head's key has a part of its own, from `kv_b_proj`, and a rotated part that all heads share;
     the queries of that part take both factors (Kimi K2 2025). Source: DeepSeek-V2 2024, §2.1.
     """
 
@@ -163,7 +163,7 @@ class _Adapted(QueryKeyProjections):
 
 
 def _adapter_of(name: str) -> tuple[str, str | None]:
-    """Return the projection that has an adapter's tensor, and which tensor it is.
+    """Return the projection that an adapter's tensor belongs to, and the kind of the tensor.
 
     >>> _adapter_of("q_proj.lora_B.default.weight"), _adapter_of("q_proj.weight")
     (('q_proj', 'lora_B'), ('q_proj.weight', None))
@@ -213,7 +213,7 @@ def projections_of(
 def _layers_of(
     shapes: tuple[tuple[str, Shape], ...], expected: str | None
 ) -> list[LayerTensors] | str:
-    """Return the layer with these tensors, one for each of its streams, or the reason for none."""
+    """Return the layer with these tensors, once per stream, or the reason if none fits."""
     own = {name: shape for name, shape in shapes if not _beside(name)}
     if not own:
         return "it has no own weights"
@@ -237,7 +237,7 @@ def _meant(kind: type | None) -> str | None:
 
 @lru_cache(4096)
 def _beside(name: str) -> bool:
-    """Return True if a tensor is not involved in queries and keys: sinks, or another module's."""
+    """Return True if a tensor has no part in queries and keys: sinks, or another module's."""
     if name == "sinks":
         return True
     if "." not in name or _OF_QUERIES_OR_KEYS.search(name):

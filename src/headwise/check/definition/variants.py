@@ -1,7 +1,7 @@
 """Attention rebuilt from its definition and given weights, with optional mistakes.
 
 A default `Variant` is the textbook's attention and uses `headwise.core.reference`. Every field is a
-possible mistake, and every other value of it one form of the mistake; `faults.toml` describes them.
+possible mistake, and each of its other values is one form of it; `faults.toml` describes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Variant:
 
     Attributes:
         order: the order of q, k and v in a packed matrix; by default, from its name.
-        packing: `p n d` one after the other, `n p d` head by head, `n d p` number by number, `d p
+        packing: `p n d` one after the other, `n p d` head by head, `n d p` feature by feature, `d p
             n` with the heads innermost; by default, from its name.
         turned: projections (letters of q, k, v, o) whose square matrix is used transposed.
         unbiased: projections whose bias is omitted.
@@ -38,10 +38,10 @@ class Variant:
             the values are the input itself.
         split: the split of q, k and v into heads: `heads`, `view` (no transpose after the view),
             `strided` (the heads are the inner axis), `whole` (one head); or three of these, one for
-            each.
+            each of q, k and v.
         over: attention among `tokens`, or among the `heads` of one token.
         turned_keys: `transposed`, or `reshaped` into the shape of the transposed keys.
-        share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), `tile keys`
+        share: how query heads share fewer key/value heads: `repeat`, `tile` (cyclic), `tile keys`
             or `tile values` alone, or all read the `first`, the `first keys` or the `first values`.
         scale: a name for `scale_of`, or a number.
         softcap: `c` makes scores `c · tanh(score / c)`.
@@ -51,14 +51,14 @@ class Variant:
         softmax: a name in `SOFTMAXES`.
         values: `weights @ v`, or with the weights `turned`.
         merge: a name in `MERGES`.
-        out: output projection `once`, `left out` or `twice`.
+        out: the output projection, applied `once` or `twice`, or `left out`.
         residual: the addition at the end: none, `x`, or `x` after a norm as in a whole block;
             `inside`: a norm between the heads and the output projection.
         rope: rotary positions of q and k: dim, base and interleaved of `RoPE`; or None.
         rotated: which of q, k and v are rotated.
         normed: norms of q and k `before` or `after` the rotation.
-        turning: the rotation: `rope`; keys `backwards`; along the `heads`; or angles for neighbor
-            pairs and features rotated in `halves`, or the reverse, in `pairs`.
+        turning: the rotation: `rope`; keys `backwards`; along the `heads`; or mixed: angles for
+            adjacent pairs but features rotated in `halves`, or the reverse, in `pairs`.
         slopes: the ALiBi slope of each head: slope times distance is subtracted from the scores.
     """
 
@@ -87,7 +87,7 @@ class Variant:
     slopes: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Variant:
-        """Return a copy with other values, ten times faster than `replace` (searches need many)."""
+        """Return a copy with changes, ten times faster than `replace` (searches make many)."""
         other = object.__new__(Variant)
         other.__dict__.update(self.__dict__, **changes)
         return other
@@ -105,7 +105,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "from the end": lambda i, j, t: i + j < t,
     "from the end, inverted": lambda i, j, t: i + j >= t - 1,
 }
-"""True if query i may attend to key j of t tokens."""
+"""Masks by name: True if query i may attend to key j, among t tokens."""
 
 SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "keys": lambda s: s.softmax(-1),
@@ -136,7 +136,7 @@ MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "last": lambda heads: heads[:, -1],
     "sum for each": lambda heads: MERGES["heads"](heads.sum(1, keepdim=True).expand_as(heads)),
 }
-"""Merge `[B, H, T, Dv]` to `[B, T, …]`: side by side, in three orders; one for all; or the sum for
+"""Merge heads `[B, H, T, Dv]` to `[B, T, …]`: in three orders, reduced to one, or their sum for
 each."""
 
 SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -155,20 +155,20 @@ MADE_OF = attrgetter(
 )
 """The fields of a variant that its heads depend on."""
 WEIGHED_BY = attrgetter(*"over turned_keys share scale softcap mask fill softmax slopes".split())
-"""The fields on which its weights depend too."""
+"""The further fields that its weights depend on."""
 ATTENDED = attrgetter(*"over turned_keys share scale fill softmax values slopes".split())
-"""The fields that determine the result of the heads, without mask and cap."""
+"""The fields, other than mask and softcap, that determine the result of the heads."""
 TEXTBOOK = Variant()
 
 
 def sizes_of(reading: Projections, x: Tensor) -> dict[str, int]:
-    """Return the sizes in scales, by their letters."""
+    """Return the sizes that names of scales refer to, by their letters."""
     sizes = {"H": reading.num_heads, "D": reading.head_dim, "Dv": reading.value_dim}
     return sizes | dict(zip("BTE", x.shape, strict=True))
 
 
 def scale_of(name: str | float, sizes: Mapping[str, int]) -> float:
-    """Return the factor of the scores: `√E` is 1 / √E, `times D` is D.
+    """Return the factor that scales the scores: `√E` means 1 / √E, `times D` means D.
 
     >>> scale_of("√HD", {"H": 2, "D": 8}), scale_of("D²", {"D": 2}), scale_of("times √D", {"D": 4})
     (0.25, 0.25, 2.0)
@@ -204,7 +204,7 @@ def rebuild(
         weights: the result of `weights_from`, if available.
 
     Raises:
-        RuntimeError: shapes do not fit each other.
+        RuntimeError: the shapes do not fit together.
     """
     q, k, v = heads or heads_of(reading, x, variant)
     if weights is None:
@@ -284,7 +284,7 @@ def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
 
 
 def _is_of_heads(norm: nn.Module, width: int) -> bool:
-    """Return True if a norm is per head: its gains have the width or an axis of the heads."""
+    """Return True if a norm is per head: its gains have a head's width or an axis for the heads."""
     gains = [*norm.parameters()]
     return bool(gains) and (gains[0].numel() == width or any(one.ndim >= 2 for one in gains))
 
@@ -381,7 +381,7 @@ def _after(variant: Variant) -> bool:
 
 
 def products(q: Tensor, k: Tensor, variant: Variant) -> Tensor:
-    """Return queries times keys before any scale, `[B, H, T, S]`."""
+    """Return queries times keys before any scaling, `[B, H, T, S]`."""
     k = _shared(k, q.shape[1], variant.share, "keys")
     turned = k.reshape(*k.shape[:2], k.shape[3], k.shape[2])
     return q @ (turned if variant.turned_keys == "reshaped" else k.mT)

@@ -1,4 +1,4 @@
-"""Describe a fault of a part: the line, the value it computes and the value it should compute."""
+"""Describe a fault in a part: the line, the value it computes and the value it should compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shape_of(value: Any) -> str:
 def failure(
     trial: Trial, part: StepPart, call: StepCall, search: Search, out: Any, level: int
 ) -> Finding:
-    """Return the finding on a call that fails or differs from its twin."""
+    """Return the finding about a call that fails or differs from its twin."""
     fault = search.fault(call.words == TRAINING)
     error = search.watch.failed[2] if search.watch.failed is not None else None
     message = f"`{part.short}` gives {_other(out, search.twin.out)}"
@@ -52,7 +52,7 @@ def failure(
 
 
 def _variable(search: Search, one: Event) -> str:
-    """Return a sentence on a wrong variable."""
+    """Return a sentence about a wrong variable."""
     twin, name, value = search.twin, one.name, one.value
     finals = {each: twin.finals(each) for each in twin.named}
     if value is not None and name in search.sizes and not value.shape:
@@ -71,7 +71,7 @@ def _variable(search: Search, one: Event) -> str:
 
 
 def _other(value: Any, right: Any, letters: str = "") -> str:
-    """Return how a value differs from the right one."""
+    """Describe how a value differs from the correct one."""
     got, want = plain(value), right if isinstance(right, Numbers) else plain(right)
     if got is None or want is None or got.shape != want.shape:
         return f"{shape_of(value)}; it should be {letters}{shape_of(want or right)}"
@@ -97,7 +97,7 @@ def _other(value: Any, right: Any, letters: str = "") -> str:
 
 
 def key_of(search: Search, fault: BlamedLine) -> str:
-    """Return the key of the hint: a variable of the line, or else the next one."""
+    """Return the key of the hint: a variable that the line changes, or the next with a hint."""
     hints, results = search.twin.part.hints, changed(fault.statement)
     results |= {fault.event.name} if fault.event is not None else set()
     lines = {one.name: one.line for one in search.watch.events}
@@ -107,7 +107,7 @@ def key_of(search: Search, fault: BlamedLine) -> str:
 
 
 def thrown(trial: Trial, function: Function | None, before: int) -> str:
-    """Return a sentence on the first line whose result is unused, or ""."""
+    """Return a sentence about the first line whose result is unused, or ""."""
     roots = [function] if function is not None else []
     lines = [*unused(*roots)]
     for node in nodes(ast.Expr, *roots):

@@ -1,4 +1,4 @@
-"""Pages: write data as one HTML file that requires no network and no other file."""
+"""Pages: write data as one HTML file that needs neither a network nor other files."""
 
 from .parts import PageError, check_out
 from .report import render_page, write_page
