@@ -40,7 +40,7 @@ def place_for(path: Path) -> Path:
 
     Raises:
         OSError: it is a directory, device, pipe or socket, or the file that receives standard
-            output; a symlink leads to itself; or the directory does not exist.
+            output or error; a symlink leads to itself; or the directory does not exist.
     """
     try:
         found = path.stat()
@@ -75,8 +75,8 @@ def check_suffix(path: Path, kind: str, own: Sequence[str], instead: str = "") -
 
     Args:
         kind: a description of the content.
-        own: the suffixes of such files.
-        instead: an alternative, for the message.
+        own: the suffixes that this content may have.
+        instead: an alternative to suggest in the message.
     """
     suffix = path.suffix.lower()
     if suffix in _FORMATS.difference(own):
@@ -103,8 +103,8 @@ def write_whole(
     file that it points to is replaced.
 
     Raises:
-        OSError: from `place_for` or the file system; without `replace`, a file already exists, even
-            if it was created in the meantime.
+        OSError: raised by `place_for` or the file system; or, without `replace`, a file already
+            exists, even if it was created in the meantime.
     """
     places = {name: place_for(folder / name) for name in writers}
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _put(part: Path, place: Path) -> None:
-    """Link the file to `place` if nothing exists there; a rename would overwrite it."""
+    """Link the file to `place` if nothing exists there; a rename could overwrite a new file."""
     try:
         os.link(part, place)
     except FileExistsError:
@@ -170,7 +170,7 @@ def holds_files(folder: Path) -> bool:
 def only_writer(folder: Path) -> Iterator[None]:
     """Create `folder` and lock it against other writers; remove it if nothing was written.
 
-    The lock belongs to the operating system and ends with its process. Unfinished files of killed
+    The operating system releases the lock when the process ends. Unfinished files left by killed
     processes are removed.
 
     Raises:
@@ -192,13 +192,13 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the file `path`, which exists only while it is held."""
+    """Hold a lock on the file `path`; the file exists only while the lock is held."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(file, path)
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file)):
-                break  # otherwise its last holder has removed it since it was opened
+                break  # otherwise the previous holder removed the file after it was opened
         except BaseException:
             os.close(file)
             raise

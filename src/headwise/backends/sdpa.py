@@ -24,7 +24,7 @@ from .blocked import block_rows, gradients_again
 from .tiles import Tile, bias_size, cut, flag, single_tile, tiles, with_bias
 
 BIAS_LIMIT = 256 * 2**20
-"""The most bytes of bias in one call that cannot be cut into tiles."""
+"""The maximum size in bytes of the bias of a call that cannot be cut into tiles."""
 
 ops = torch.ops.aten
 
@@ -51,7 +51,7 @@ class Sdpa(Backend):
             reasons.append("the kernels compute no gradient for a bias")
         if transformed() or forward_derivatives():
             reasons.append("the kernels do not support torch.func or forward derivatives")
-        # In one piece where only the kernel's own gradient is available.
+        # One tile is used if values cannot be read, or if only the kernel has a gradient.
         if not readable(call.q) or (device != "cpu" and call.needs_grad):
             size = 4 * extent.batch * extent.heads * extent.queries * extent.keys
             if size > BIAS_LIMIT and flag(call.mask, extent, call.q.device) is None:
@@ -82,7 +82,7 @@ class Sdpa(Backend):
         # `torch.jit.trace` does not record custom autograd functions such as `_Tiled`.
         own = on_cpu and torch._C._get_tracing_state() is None
         if only is None and needs_grad and not own:
-            # Tiles are merged by log-sum-exps, of which the kernels have no gradient.
+            # Merging tiles uses their log-sum-exps, for which the kernels have no gradient.
             every = slice(0, call.extent.queries), slice(0, call.extent.keys)
             only = with_bias(call.mask, call.extent, q, *every)
         # Compilers differentiate the kernel itself if that suffices.
@@ -118,11 +118,11 @@ def _only(call: Call) -> Tile | None:
 
 
 def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Return a tile's output and LSE: 0 and −inf in dead rows, and NaN in rows of NaN scores."""
+    """Return a tile's output and LSE: 0 and −inf in dead rows, and NaN in rows with NaN scores."""
     q, k, v = call.q[:, :, tile.rows], call.k[:, :, tile.keys], call.v[:, :, tile.keys]
     bias, dead = tile.bias, tile.dead
     if bias is not None and dead is not None:
-        # A dead row would be 0/0 in some kernels: it sees all keys, and is cleared afterwards.
+        # A dead row would be 0/0 in some kernels: let it see all keys, and clear it afterwards.
         bias = bias.masked_fill(dead[..., None], 0.0)
     if q.device.type == "cpu":
         out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
@@ -143,7 +143,7 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Replace output and LSE in rows `which` `[B, H, t]` of a tile by those of the definition."""
+    """Replace output and LSE in the rows `which` `[B, H, t]` of a tile with the definition's."""
     queries = torch.arange(call.extent.queries, device=out.device)[place.rows]
     j = torch.arange(call.extent.keys, device=out.device)[place.keys]
     k, v = call.k[:, :, place.keys], call.v[:, :, place.keys]
@@ -157,9 +157,9 @@ def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> N
 
 
 def _tiled(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the tiles of a call merged; rows in none of them get output 0 and LSE −inf."""
+    """Merge the tiles of a call; rows that are in no tile get output 0 and LSE −inf."""
     e = call.extent
-    # In the memory order of the kernels, so that merging heads is a view.
+    # This is the kernels' memory order, in which merging heads is a view.
     out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
     lse = torch.full_like(out[..., 0], -torch.inf, dtype=statistics_dtype(call.q.dtype))
     rows, merged = slice(0), (out, lse)
@@ -176,7 +176,7 @@ def _tiled(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention over two sets of keys, from the results over each."""
+    """Return attention over the union of two sets of keys, from the results for each set."""
     lse = torch.logaddexp(one[1], two[1])
     base = torch.where(lse == -torch.inf, 0.0, lse)
     first, second = (
@@ -188,7 +188,7 @@ def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tens
 def _far(lse: Tensor) -> Tensor:
     """Return True for rows whose LSE is so large that its rounding affects the weights.
 
-    An LSE of 1e8 in float32 is accurate to 4, so the number of keys has no effect on it.
+    In float32, an LSE of 1e8 is accurate only to ±4, so the number of keys has no effect on it.
     """
     return (lse.abs() > 2.0**-12 / torch.finfo(lse.dtype).eps) & (lse != -torch.inf)
 
@@ -214,9 +214,9 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute `dS = P ∘ (dP − D + g_lse)`.
 
-        A zero column of V, with 1 in the output and −g_lse in its gradient, turns the kernel's D
-        into `D − g_lse`. The formula holds for an LSE with a sink as well; the gradient of the sink
-        is `p_sink · (g_lse − D)`.
+        A column of zeros added to V, with 1 in the output and −g_lse in its gradient, turns the
+        kernel's D into `D − g_lse`. The formula also holds for an LSE with a sink; the sink's
+        gradient is `p_sink · (g_lse − D)`.
         """
         q, k, v, out, lse, sinks = ctx.saved_tensors
         # The kernel has no second derivative, and it computes P from the LSE.
@@ -264,10 +264,10 @@ def _gradient_of_sinks(
 
 
 def _with_gradient(call: Call, lse: Tensor) -> Tensor:
-    """Return the LSE with a gradient, using only the gradient in the values of attention.
+    """Return the LSE with a gradient, using only attention's gradient with respect to the values.
 
-    `∂lse_i/∂q_i = scale · (P K)_i` and `∂lse_i/∂k_j = scale · p_ij q_i`: attention on constant
-    scores with the keys as values is linear in them and has exactly this gradient.
+    `∂lse_i/∂q_i = scale · (P K)_i` and `∂lse_i/∂k_j = scale · p_ij q_i`: attention with constant
+    scores and the keys as values is linear in the keys and has exactly this gradient.
     """
     q, k = call.q, call.k
     seen, _ = Sdpa().run(call.with_(q=q.detach(), k=k.detach(), v=k, dropout=0.0, sinks=None))
@@ -284,11 +284,11 @@ def _with_gradient(call: Call, lse: Tensor) -> Tensor:
 def _dense_rows(x: Tensor, width: int) -> Tensor:
     """Return the tensor padded to that width, with rows that do not overlap; copy if necessary.
 
-    Features of zeros change neither scores nor the outputs that are kept.
+    Padding with zeros changes neither the scores nor the outputs that are kept.
 
-    For overlapping queries, the CPU kernel leaves parts of the output uninitialized: the output has
-    their strides, and each row is written as if it were dense. Its products raise an error for keys
-    and values with overlapping rows. Batch rows and heads may overlap, with a stride of 0.
+    If queries overlap, the CPU kernel leaves parts of the output uninitialized: the output gets the
+    queries' strides, but each row is written as if it were dense. Its matrix products raise errors
+    if rows of keys or values overlap. Batch rows and heads may overlap, with a stride of 0.
     """
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
@@ -352,8 +352,8 @@ def _cuda_efficient(
     if bias is not None:
         bias = bias.expand(e.batch, e.heads, q.shape[2], k.shape[2])
     if e.group > 1:
-        # The kernel has no groups: each key/value head becomes a batch row whose heads share it
-        # with a stride of 0 instead of copies.
+        # The kernel does not support groups: each key/value head becomes a batch row, whose heads
+        # share it through a stride of 0 instead of copies.
         q = q.unflatten(1, (e.kv_heads, e.group)).flatten(0, 1)
         k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, e.group, -1, -1) for x in (k, v))
         if bias is not None:

@@ -16,7 +16,7 @@ from .verdict import Example, Finding, Severity
 
 @dataclass(frozen=True)
 class CheckRule:
-    """One rule; `rules.toml` explains the fields, and `ways` are those to break it."""
+    """One rule; `rules.toml` explains the fields. `ways` are the ways to break the rule."""
 
     id: str
     statement: str
@@ -43,7 +43,7 @@ RULES = {name: rule for name, rule in ALL.items() if rule.evidence in ("probe", 
 
 
 def violation(rule: str, way: str, example: Example | None = None, /, **words: Any) -> Finding:
-    """Return the finding on a rule that is broken in one of its ways."""
+    """Return the finding for a rule that is broken in the given way."""
     text = ALL[rule].ways[way]
     severity: Severity = text.get("severity", "error")
     message, hint = text["message"].format(**words), text["hint"].format(**words)
@@ -52,12 +52,12 @@ def violation(rule: str, way: str, example: Example | None = None, /, **words: A
 
 
 def passed(rule: str, message: str = "") -> Finding:
-    """Return the finding on a rule that passed."""
+    """Return the finding for a rule that passed."""
     return Finding(rule, "passed", message or ALL[rule].statement)
 
 
 def skipped(rule: str, message: str) -> Finding:
-    """Return the finding on a rule that was not tested, with the reason."""
+    """Return the finding for a rule that was not tested, with the reason."""
     return Finding(rule, "skipped", message)
 
 
@@ -65,7 +65,7 @@ def explain(rule: str) -> str:
     """Return the lesson on a rule.
 
     Raises:
-        ValueError: the rule is unknown; the message lists the nearest names, or all.
+        ValueError: the rule is unknown; the message lists similar names or, without any, all names.
 
     >>> print(explain("scale"))  # doctest: +ELLIPSIS
     scale: Scores are divided by the square root of the head width.

@@ -39,7 +39,7 @@ class Blank:
     """A placeholder that is not filled in yet.
 
     `key` is the name of the variable or attribute that only holds None, or "return"; "" for a
-    missing body.
+    missing body or return.
     """
 
     line: int
@@ -51,7 +51,7 @@ class ParsedFile:
     """The text and the syntax tree of a file.
 
     Raises:
-        SyntaxError: it is not Python.
+        SyntaxError: the text is not valid Python.
 
     >>> text = "import math\\nclass Head(Module):\\n    def forward(self, x): return None"
     >>> source = ParsedFile(text)
@@ -65,32 +65,32 @@ class ParsedFile:
         self.text, self.file = text, file
         self.tree = ast.parse(text, file)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import shows them
+            warnings.simplefilter("ignore")  # importing the file shows them
             self.code = compile(self.tree, file, "exec", dont_inherit=True)
 
     # --- names ------------------------------------------------------------------------------------
 
     @cached_property
     def definitions(self) -> dict[str, Function | ast.ClassDef]:
-        """Functions and classes of the file, also those under an `if` or a `try`."""
+        """The functions and classes of the file, including those inside an `if` or a `try`."""
         statements = _statements(self.tree.body)
         return {one.name: one for one in statements if isinstance(one, Function | ast.ClassDef)}
 
     @cached_property
     def relative(self) -> int:
-        """The number of folders that relative imports go up, one for `from .parts import Head`."""
+        """The most levels that a relative import goes up: 1 for `from .parts import Head`."""
         return max((node.level for node in nodes(ast.ImportFrom, self.tree)), default=0)
 
     @cached_property
     def imported(self) -> set[str]:
-        """The full names of its imports: `{"torch.nn", "math"}`."""
+        """The full names of the imported modules: `{"torch.nn", "math"}`."""
         names = [one.name for node in nodes(ast.Import, self.tree) for one in node.names]
         names += [one.module or "" for one in nodes(ast.ImportFrom, self.tree) if not one.level]
         return {*names}
 
     @cached_property
     def libraries(self) -> set[str]:
-        """The packages that are imported, by their first name: `{"torch", "math"}`."""
+        """The top-level names of the imported packages: `{"torch", "math"}`."""
         return {name.partition(".")[0] for name in self.imported}
 
     @cached_property
@@ -159,7 +159,7 @@ class ParsedFile:
         """Return the names and attributes that a function mentions: `{"_attn", "softmax", …}`.
 
         Args:
-            parts: names of parts. Mentions in other functions that it calls count too.
+            parts: functions to leave out; mentions in others that the function calls count too.
         """
         owner, dot, _ = part.rpartition(".")
         found: set[str] = set()
@@ -215,7 +215,7 @@ class ParsedFile:
         return []
 
     def _family(self, owner: str) -> Iterator[ast.ClassDef]:
-        """Yield a class of the file and its bases in the file."""
+        """Yield a class of the file and those of its bases that the file defines."""
         waiting, met = [owner], set()
         while waiting:
             name = waiting.pop(0)
@@ -244,17 +244,17 @@ class ParsedFile:
 
 
 def nodes(kind: type[Node], *roots: ast.AST) -> Iterator[Node]:
-    """Yield all nodes of a type in some trees."""
+    """Return an iterator over all nodes of a type in the given trees."""
     return (node for root in roots for node in ast.walk(root) if isinstance(node, kind))
 
 
 def names(*roots: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
-    """Return the names in some trees; with the context `ast.Store`, the assigned ones."""
+    """Return the names in the given trees; with the context `ast.Store`, only assigned names."""
     return {node.id for node in nodes(ast.Name, *roots) if isinstance(node.ctx, context)}
 
 
 def unused(*roots: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the lines that have no effect because their result is unused, and the called name."""
+    """Yield each line whose call has no effect as its result is unused, and the called name."""
     for node in nodes(ast.Expr, *roots):
         name = getattr(getattr(node.value, "func", None), "attr", "")
         if name in NO_EFFECT:
@@ -324,7 +324,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """Yield each target of an assignment with its value, or with the whole if that is unclear."""
+    """Yield each target of an assignment with its value, or with the whole value if unpaired."""
     if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
         yield node.target, node.value
     elif isinstance(node, ast.Assign):
@@ -344,7 +344,7 @@ def _functions(kind: ast.ClassDef) -> Iterator[Function]:
 
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:
-    """Yield all nodes of a function's body, without those of inner functions and classes."""
+    """Yield all nodes of a function's body except the contents of nested functions and classes."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop(0)
@@ -354,7 +354,7 @@ def _own_nodes(function: Function) -> Iterator[ast.AST]:
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the statements of a body and of the `if`, `try` and `with` in it."""
+    """Yield the statements of a body, including those inside its `if`, `try` and `with` blocks."""
     for one in body:
         yield one
         if isinstance(one, ast.If | ast.Try | ast.With | ast.ExceptHandler):

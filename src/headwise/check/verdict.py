@@ -85,7 +85,7 @@ class Finding:
         message: the observation, in one plain sentence.
         hint: the change to make, or "".
         example: the smallest input that fails.
-        explained_by: the rule of the mistake that causes this result, which is then not listed
+        explained_by: the rule whose violation causes this result; the result is then not listed
             among the findings.
     """
 
@@ -117,7 +117,7 @@ class Verdict:
     Args:
         subject: the checked layer, as a call.
         results: a finding for every rule that was tried, in reading order.
-        notes: the observed contract, in phrases, to compare with the intended one.
+        notes: phrases that describe the observed contract, to compare with the intended one.
     """
 
     subject: str
@@ -131,7 +131,7 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return errors, then advice, without results that a named mistake explains."""
+        """Return errors, then advice, without the results that another finding explains."""
         return self.errors + self.warnings
 
     @property
@@ -225,7 +225,7 @@ class Verdict:
             yield last
 
     def _repr_html_(self) -> str:
-        """Return the notebook output: the findings as a table, the other rules folded."""
+        """Return the notebook output: the findings as a table, and the other rules collapsed."""
         found, others = self.findings, [one for one in self.results if one not in self.findings]
         parts = [f"<p><b>{html.escape(self.summary())}</b></p>", _html_rows(found)]
         if others:

@@ -56,11 +56,11 @@ def attention(
     sinks: Float[Tensor, " H"] | None = None,
     seed: Tensor | None = None,
 ) -> Definition:
-    """Compute attention by definition, with all intermediate results.
+    """Compute attention by its definition, with all intermediate results.
 
     Arguments are those of `headwise.attend()`; `seed`, int64 `[]`, is the seed of dropout. Default:
-    a new seed. A sink gets a share of every row that may attend to a key; other rows stay dead. The
-    output is in q's dtype, everything else in float32 (float64 for float64).
+    a new seed. A sink gets part of the weight of each row that may attend to a key; other rows stay
+    dead. The output is in v's dtype, everything else in float32 (float64 if q is float64).
 
     Raises:
         ValueError: shapes or the mask do not fit.
@@ -98,7 +98,7 @@ def rows(
 ) -> Definition:
     """Compute the definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` in q, k and v.
 
-    With all of them it is attention itself; in blocks of rows it needs less memory at a time.
+    With all queries and keys, this is attention itself; blocks of rows need less memory at a time.
     Dropout requires consecutive indices and a seed.
     """
     dtype = statistics_dtype(q.dtype)

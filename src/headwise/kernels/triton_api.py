@@ -1,4 +1,4 @@
-"""Calls of the Triton kernels: the functions of `ctypes_api`, on CUDA."""
+"""Launch the Triton kernels: the functions of `ctypes_api`, but on CUDA."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .ctypes_api import gradient_like, output_like, rows_of
 from .interface import STATISTICS, Problem, Terms
 
 WIDEST_EXACT = 128
-"""The widest heads and values in float32 that fit into the memory of a program."""
+"""The largest width of heads and values in float32 that fits into the memory of a program."""
 
 COLUMNS = 64
-"""The columns of a block map that one pass computes, as values in float32."""
+"""The number of columns of a block map that one pass computes, as values in float32."""
 
 FEW = 16
 """The number of sampled queries per program, small because there are few in total."""
@@ -47,7 +47,7 @@ def _kernels() -> Any:
 
 
 def forward(problem: Problem, needs: int) -> list[Tensor | None]:
-    """Return the output and the statistics whose bit is set in `needs`: one launch."""
+    """Return the output and the statistics whose bit is set in `needs`, from one launch."""
     q, v = problem.q, problem.v
     out = None if v is None else output_like(q, v)
     rows = [
@@ -61,10 +61,10 @@ def forward(problem: Problem, needs: int) -> list[Tensor | None]:
 def statistics(
     problem: Problem, needs: int, into: Tensor, lse: Tensor | None = None, on: Tensor | None = None
 ) -> Tensor | None:
-    """Write the statistics whose bit is set in `needs` into `into` `[F, B, H, T]`: one launch.
+    """Write the statistics whose bit is set in `needs` to `into` `[F, B, H, T]`, in one launch.
 
-    Return the output, if there are values. Without them the log-sum-exp `[B, H, T]` of another
-    kernel may be given: then nothing is rescaled. If `on`, an int32 `[]` that the kernel reads, is
+    Return the output, if there are values. Without values, the log-sum-exp `[B, H, T]` from another
+    kernel may be given, which avoids rescaling. If `on`, an int32 `[]` that the kernel reads, is
     0, nothing is written.
     """
     rows = rows_of(into, needs, problem.q)
@@ -78,9 +78,9 @@ def sampled(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return statistics of the queries `rows` `[n]` (int64, ascending), and others of all queries.
 
-    `needs` and `every` have a bit for each: `[B, H, n]` and `[B, H, T]`. Those of all queries are
-    the largest score and the masses of single keys. Given the log-sum-exp of all queries, this is
-    one launch.
+    Bits of `needs` and `every` select them: `[B, H, n]` and `[B, H, T]`. Those of all queries can
+    only be the largest score and the masses of single keys. As the log-sum-exp of all queries is
+    given, this takes one launch.
     """
     q = problem.q
     extents = (needs, len(rows)), (every, q.shape[2])
@@ -120,7 +120,7 @@ def _forward(
 
 
 def output(problem: Problem) -> Tensor | None:
-    """Return only the output, without a check for NaN, for which the host would have to wait."""
+    """Return only the output, without the check for NaN, which would make the host wait."""
     return forward(problem, 0)[0]
 
 
@@ -132,7 +132,7 @@ def backward(
     grads: dict[str, Tensor | None],
     needed: tuple[bool, bool, bool, bool],
 ) -> list[Tensor | None]:
-    """Return the gradients in q, k, v and the sinks `[H]`, like `ctypes_api.backward`.
+    """Return the gradients with respect to q, k, v and the sinks, like `ctypes_api.backward`.
 
     `dS = P ∘ (dP + c − g_H (s − base) + g_J (j − position) + …)`; c holds all terms that are equal
     for every key of a row.
@@ -214,7 +214,7 @@ def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's base, which is subtracted from its scores, and its sum of weights.
 
     These are the log-sum-exp and 1 or, if rounding of a large log-sum-exp would affect the weights,
-    the largest score and the sum relative to it. The kernel decides; the host does not wait.
+    the largest score and the sum relative to it. The kernel chooses, so the host does not wait.
     """
     lse = lse.contiguous()
     softmax = torch.empty_like(lse), torch.empty_like(lse)
@@ -255,7 +255,7 @@ class _Plan(NamedTuple):
     blocks: int
     """The number of queries or keys per program."""
     compiled: dict[tuple[Any, ...], Any]
-    """Compiled kernels, by everything that Triton specializes on in the arguments of a launch."""
+    """Compiled kernels, by the properties of a launch's arguments that Triton specializes on."""
 
 
 _PLANS: dict[tuple[Any, ...], _Plan] = {}
@@ -303,7 +303,7 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
 
 
 def _plan(name: str, problem: Problem) -> _Plan:
-    """Return the part that launches of one kind share."""
+    """Return the plan that launches of one kind share."""
     q, k, v, sinks, terms, scale, softcap = problem[:7]
     wide, heads = 0 if v is None else v.shape[3], q.shape[1]
     tables = terms.allowed is not None or terms.bias is not None
@@ -336,7 +336,7 @@ def _plan(name: str, problem: Problem) -> _Plan:
 
 
 _OVER_QUERIES = ("columns", "backward_keys")
-"""Launches of `over_queries`: each program takes a block of keys."""
+"""Names of launches of the kernel `over_queries`, whose programs each take a block of keys."""
 
 
 @functools.cache
@@ -373,7 +373,7 @@ def _strides(terms: Terms) -> dict[str, Any]:
 
 
 def _power(width: int) -> int:
-    """Return the power of 2 that holds `width` columns, at least 16 as matrix units require."""
+    """Return the smallest power of 2 ≥ `width`, but at least 16, which matrix units require."""
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -386,10 +386,10 @@ def _pieces(width: int) -> tuple[int, int]:
 
 
 def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> dict[str, int]:
-    """Return the queries and keys of a program, its warps and its stages.
+    """Return the numbers of queries, keys, warps and stages of a program.
 
     These are the fastest of five to eight settings on an H100 at widths of 64 and 128, or the
-    nearest setting that fits if a program later needed more registers than available.
+    nearest setting that fits, where a program later needed more registers than are available.
     """
     if exact:
         return {"BM": 64, "BN": 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 1}
@@ -403,7 +403,7 @@ def _blocks(name: str, wide: int, exact: bool, values: bool, tables: bool) -> di
         return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
     if not values:
         keys = (64 if wide <= 64 else 32) if tables else 128
-        if name == "sampled":  # so few programs that the time is that of one: more warps
+        if name == "sampled":  # so few programs that all run at once: more warps speed up each
             return {"BM": 64, "BN": 2 * keys, "num_warps": 8, "num_stages": 2}
         return {"BM": 64, "BN": keys, "num_warps": 4, "num_stages": 3}
     if wide <= 64:

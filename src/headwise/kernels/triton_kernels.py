@@ -3,7 +3,7 @@
 A program takes a block of queries (or keys) of one head and iterates over the visible keys (or
 queries), with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Along with the sum
 of the weights it keeps `Σ p (s − m)` and `Σ p (j − position)`, relative to the running maximum m,
-so that large logits lose no precision. Hardware computes 2ˣ: if a score is just `scale · q·k`, the
+so that large logits lose no precision. GPUs compute 2ˣ, so if a score is just `scale · q·k`, the
 scale includes log₂ e. Only `triton_api` calls these kernels.
 """
 
@@ -33,22 +33,22 @@ class Constants(NamedTuple):
     D: int
     DV: int
     BD: int
-    """The columns of a head in the first piece; `BE` are those in the second, if any."""
+    """The number of columns of a head in the first piece; `BE`: in the second piece, if any."""
     BE: int
     BV: int
     EVEN: bool
-    """The columns of a head fill their blocks; `EVEN_V`: those of the values."""
+    """True if the columns of a head fill their blocks; `EVEN_V`: the same for the values."""
     EVEN_V: bool
     EXACT: bool
-    """Products of queries and keys are computed in float32, by three passes of TF32, which keep its
-    precision; `EXACT_V`: those of weights and values."""
+    """True if products of queries and keys use three passes of TF32, which keep the precision of
+    float32; `EXACT_V`: the same for products of weights and values."""
     EXACT_V: bool
     BM: int
     BN: int
 
 
 class Scoring(NamedTuple):
-    """Mask, bias and scale of one head: they turn products into scores."""
+    """The mask, bias and scale of one head, which turn products into scores."""
 
     b: Any
     h: Any
@@ -171,7 +171,7 @@ def _add_products(acc, more_acc, weights, x, more, C: tl.constexpr):
 
 @triton.jit
 def _zeros(BLOCK: tl.constexpr, C: tl.constexpr):
-    """Return an accumulator in two pieces."""
+    """Return an accumulator of zeros in two pieces."""
     acc = tl.full([BLOCK, C.BD], 0.0, tl.float32)
     more = acc
     if C.BE > 0:
@@ -184,7 +184,7 @@ def _zeros(BLOCK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _edge(i, edge, at, by, otherwise):
-    """Return an edge of each query's range of keys, within the sequence."""
+    """Return one edge of each query's range of keys, clamped to the sequence."""
     if edge is not None:
         value = tl.load(edge + by.b * at[0] + by.h * at[1] + i.to(tl.int64) * at[2])
         return tl.minimum(tl.maximum(value, 0), by.keys).to(tl.int32)
@@ -201,7 +201,7 @@ def _queries(i, by):
 
 @triton.jit
 def _upright(rows):
-    """Return the same queries along the first of two axes."""
+    """Return the queries with a second axis of size 1 added to each field."""
     return Queries(rows.i[:, None], rows.pos[:, None], rows.low[:, None], rows.high[:, None])
 
 
@@ -209,8 +209,8 @@ def _upright(rows):
 def _unit(by):
     """Return the factor that turns scores into logarithms to base 2.
 
-    A large bias may round q·k away entirely. That rounding must happen before anything is
-    subtracted from the score, but a product with log₂ e would be fused with the next operation.
+    Adding a large bias may round q·k away entirely. This rounding must occur before anything is
+    subtracted from the score, but multiplying by log₂ e would be fused with the next operation.
     """
     if (by.softcap is None) and (by.bias is None) and (by.slopes is None):
         return tl.constexpr(1.0)
@@ -286,7 +286,7 @@ def _sweep(
     KNOWN: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, AHEAD: tl.constexpr,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate the keys from `start` to `stop`; if the base is KNOWN, nothing is rescaled."""
+    """Accumulate sums over keys `start` to `stop`; if the base is KNOWN, nothing is rescaled."""
     unit = _unit(by)
     upright = _upright(rows)
     # Only the address of a block's first key changes in the loop; it is computed in 64 bits.
@@ -367,12 +367,12 @@ def _forward(
     lse, out, out_at, base_out, total_out, lse_out, max_out, entropy_out, ahead_out, first_out,
     previous_out, self_out, BM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Compute output and statistics of a block of queries, of all or of the `chosen` ones.
+    """Compute output and statistics of a block of queries, from all or only the `chosen` queries.
 
     `terms` are the fields of `Scoring` after `b` and `h`. If `lse` is given, weights are computed
-    from it, and there is no output; rows in which it is so large that weights would lose precision
-    are read twice. `base_out` and `total_out` are the base of the scores and the sum of the weights
-    relative to it: the log-sum-exp and 1, or the largest score and its sum.
+    from it, and there is no output; blocks in which it is so large that weights would lose
+    precision take two passes. `base_out` and `total_out` are the base of the scores and the sum of
+    the weights relative to it: the log-sum-exp and 1, or the largest score and that sum.
     """
     KNOWN: tl.constexpr = lse is not None
     MAX: tl.constexpr = max_out is not None
@@ -504,8 +504,8 @@ def sampled(
 ):  # fmt: skip
     """Compute statistics of the `chosen` queries, and others (`every_…`) of all queries.
 
-    The first `programs` take the chosen queries, in small blocks as these are few. The log-sum-exp
-    of all queries is known.
+    The first `programs` programs take the chosen queries, in small blocks because there are few.
+    The log-sum-exp of all queries is known.
     """
     terms = (
         keys, position, offset, low, low_at, high, high_at, window, allowed, allowed_at, bias,
@@ -568,7 +568,7 @@ def _queries_sweep(
     acc, more_acc, q, more, g, at, base, rows, k, k_at, v, v_at, start, stop, by, incoming,
     VALUES: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate the gradient in a block of queries over the keys from `start` to `stop`."""
+    """Accumulate the gradient of a block of queries over the keys from `start` to `stop`."""
     unit = _unit(by)
     upright = _upright(rows)
     column, k_step = tl.arange(0, C.BN), by.b * 0 + k_at[2]
@@ -599,7 +599,7 @@ def backward_queries(
     base, total, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self, g_q, gq_at,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient in a block of queries."""
+    """Compute the gradient with respect to a block of queries."""
     blocks = tl.cdiv(queries, C.BM)
     program = tl.program_id(0)
     bh = program // blocks
@@ -640,8 +640,8 @@ def backward_queries(
 def _query_span(n, queries, by, CLOSED: tl.constexpr, C: tl.constexpr):
     """Return the edges of three spans of queries for the keys from `n` on.
 
-    All queries that may see one of these keys are in them; in the second all see all. Cells beyond
-    the last query or key have weight 0, or are not stored.
+    They contain all queries that may see one of these keys; in the second, all see all of them.
+    Cells beyond the last query or key have weight 0 or are not stored.
     """
     start, stop = n * 0, n * 0 + queries
     open_start, open_stop = start, stop
@@ -661,7 +661,7 @@ def _query_span(n, queries, by, CLOSED: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _overlap(rows, n, by, MASKED: tl.constexpr, C: tl.constexpr):
-    """Return False if a block of queries sees none of the keys from `n` on, by its ranges."""
+    """Return False if, by its ranges, a block of queries sees none of the keys from `n` on."""
     if MASKED and ((by.low is not None) or (by.high is not None)):
         return (tl.max(rows.high) > n) & (tl.min(rows.low) < n + C.BN)
     return tl.constexpr(True)
@@ -719,9 +719,9 @@ def over_queries(
 ):  # fmt: skip
     """Compute sums over the queries for a block of keys.
 
-    These are the gradients in the keys and their values, over all query heads that read them, and
+    These are the gradients of the keys and values, summed over all query heads that read them, and
     the attention received from each query head, `Σ_i weight_i p_ij`. A program takes all of these
-    heads if there is a gradient, else one.
+    heads if a gradient is computed, otherwise one head.
     """
     GRADIENT: tl.constexpr = g_k is not None
     COLUMN: tl.constexpr = received is not None

@@ -26,7 +26,7 @@ class DataParallelRanks(TrainingRanks):
 
     Args:
         strategy: `"ddp"`: every rank has the whole model, and gradients are averaged; `"fsdp"`:
-            every rank has a share of each block's weights and moments.
+            every rank has a shard of each block's weights and moments.
 
     Raises:
         ValueError: an unknown strategy.

@@ -2,7 +2,7 @@
 
 A *grid* is a dict: `shape`; `planes`, the number of bytes per number; and `data`, all high bytes,
 then the lower ones, packed with gzip and base64 (high bytes are kept together because they repeat
-and compress well). The other keys define the meaning of the numbers, see `pack`, `pack_whole` and
+and compress well). The other keys define the meaning of the numbers; see `pack`, `pack_whole` and
 `pack_float`.
 """
 
@@ -54,10 +54,10 @@ def pack_whole(values: np.ndarray) -> dict[str, Any]:
 
 
 def pack_float(values: np.ndarray, planes: int) -> dict[str, Any]:
-    """Pack numbers, NaN and infinities included, as floats of 4 or 2 bytes: 24 or 11 bits each.
+    """Pack numbers, NaN and infinities as floats of 4 or 2 bytes, with 24 or 11 bits of precision.
 
     Floats of 2 bytes are multiples of `unit`, a power of two chosen so that the largest fits;
-    numbers below 2⁻²⁹ of the largest keep fewer bits.
+    numbers below 2⁻²⁹ times the largest keep fewer bits.
 
     >>> grid = pack_float(np.array([[0.5, 17000.0, math.nan, math.inf]]), 2)
     >>> grid["planes"], grid["unit"]
@@ -104,9 +104,9 @@ def unpack(grid: dict[str, Any]) -> np.ndarray:
 
 
 def pooled(values: np.ndarray, most: int) -> np.ndarray:
-    """Average over at most `most` blocks of the last axis; entry i is in block `i · n // T`.
+    """Average the last axis in at most `most` blocks; entry i of T is in block `i · most // T`.
 
-    NaN is ignored; the mean of a block of only NaN is NaN.
+    NaN is ignored; the mean of a block that contains only NaN is NaN.
 
     >>> pooled(np.array([[1.0, 3.0, 5.0, math.nan]]), 2).tolist()
     [[2.0, 5.0]]
@@ -122,7 +122,7 @@ def pooled(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def gzip_b64(content: bytes) -> str:
-    """Compress bytes to text: gzip within base64. The same bytes give the same text."""
+    """Compress bytes to text: gzip, then base64. The same bytes give the same text."""
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode("ascii")
 
 
@@ -139,16 +139,16 @@ def ungzip_b64(text: str) -> bytes:
 
 
 MAP_SIDE = 256  # the maximal number of cells on a side of a map
-MAP_CELLS = 600_000  # of all maps together: 24 × 24 for each of 1,024 heads
-TOP_ENTRIES = 600_000  # of all heads together: one per query for 1,024 heads on 512 tokens
+MAP_CELLS = 600_000  # cells of all maps together: 24 × 24 for each of 1,024 heads
+TOP_ENTRIES = 600_000  # entries of all heads together: one per query for 1,024 heads on 512 tokens
 MOST_KEYS = 8
-SHORT_PERIOD = 14  # repeated random tokens in the short piece that is shown
+SHORT_PERIOD = 14  # random tokens in the short piece that is shown, before they repeat
 POSITIONS = 50_000
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The resolution of a look, chosen so that the page of 1,024 heads stays below 3 MB.
+    """The resolution of a look, chosen to keep the page for 1,024 heads below 3 MB.
 
     map_side: the maximal number of cells on a side of a map. top_keys: the number of keys kept for
     each query. positions: the maximal number of entries of `entropy` and `received` of a head.
@@ -183,7 +183,7 @@ def budget(heads: int, tokens: int) -> Budget:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that are not finite by None in nested data.
+    """Replace the numbers in nested data that are not finite with None.
 
     >>> finite({"a": [1.5, math.inf]})
     {'a': [1.5, None]}

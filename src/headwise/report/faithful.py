@@ -1,4 +1,4 @@
-"""Traces held to ablations: weights of heads that predict them, and how faithful a trace is."""
+"""Compare traces with ablations: head weights that predict them, and how faithful a trace is."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ..core.numbers import as_int
 from .traced import Trace
 
 RIDGE = 0.1
-"""The penalty of `fit_weights`, as a share of the mean square of its features."""
+"""The ridge penalty of `fit_weights`, as a fraction of the mean squared norm of its features."""
 
 
 def fit_weights(
     model: nn.Module, traces: Sequence[Trace], *, ablations: int = 32, seed: int = 0
 ) -> Float[Tensor, "L H"]:
-    """Fit a weight per head, so that weighted attention to segments predicts what hiding them does.
+    """Fit head weights with which attention to segments predicts the effect of hiding them.
 
-    Random halves of each trace's segments are hidden from the model through its attention mask. The
-    fall of the answer's log-probability is predicted as the sum over heads of weight × attention to
-    what is hidden, by ridge regression towards equal weights. Give the weights to
+    Random halves of each trace's segments are hidden through the model's attention mask. The drop
+    in the answer's log-probability is predicted as the sum over heads of weight × attention to the
+    hidden segments, by ridge regression toward equal weights. Pass the weights to
     `trace(…, weights=…)` on prompts of the same kind.
 
     Args:
-        model: the model of transformers that was traced.
+        model: the traced model, from transformers.
         traces: at least one, each with two segments or more.
-        ablations: forward passes for each trace.
-        seed: of the halves.
+        ablations: the number of ablated forward passes for each trace.
+        seed: the seed for choosing the halves.
 
     Raises:
-        ValueError: no trace; one without segments, or with weights; layers of different numbers of
-            heads; a model that takes no `attention_mask`.
+        ValueError: there is no trace; one has no segments, or has weights; layers have different
+            numbers of heads; or the model takes no `attention_mask`.
 
     Source: Cohen-Wang et al. 2025, "Learning to Attribute with Attention" (AT2).
     """
@@ -65,23 +65,23 @@ def fit_weights(
 def faithfulness(
     model: nn.Module, trace: Trace, *, k: int = 1, draws: int = 8, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Hide the k segments that a trace ranks highest, and others in their place.
+    """Compare hiding the k segments that a trace ranks highest with hiding others instead.
 
     Args:
-        model: the model of transformers that was traced.
+        model: the traced model, from transformers.
         trace: a trace with more than k segments.
-        k: how many segments are hidden at once.
-        draws: random choices, of which the mean is given.
-        seed: of the choices.
+        k: the number of segments to hide at once.
+        draws: the number of random choices to average over.
+        seed: the seed for the random choices.
 
     Returns:
-        A row per choice: `hidden`, which is `"weights"` (of the trace, if it had some),
-        `"attention"` (the mean over heads), `"recent"` (the last ones) or `"random"`; `segments`,
-        their names; and `fall`, by how many nats the log-probability of the answer falls. A trace
-        is faithful if it falls more than by recent and random ones.
+        A row per choice: `hidden`, which is `"weights"` (if the trace has head weights),
+        `"attention"` (the mean over heads), `"recent"` (the last k) or `"random"`; `segments`,
+        their names; and `fall`, the drop in the answer's log-probability in nats. A trace is
+        faithful if its choice causes a larger drop than recent and random segments.
 
     Raises:
-        ValueError: k segments that the trace has not; a model that takes no `attention_mask`.
+        ValueError: the trace has k or fewer segments, or the model takes no `attention_mask`.
     """
     count = len(trace.names)
     if (number := as_int(k)) is None or not 0 < number < count:
@@ -108,19 +108,19 @@ def faithfulness(
 
 
 def log_probability(model: nn.Module, trace: Trace, hidden: Collection[int] = ()) -> float:
-    """Return the log-probability of a trace's answer, in nats, with segments `hidden` by number."""
+    """Return the log-probability in nats of a trace's answer, without the segments `hidden`."""
     taken = inspect.signature(model.forward).parameters
     if "attention_mask" not in taken:
         raise ValueError(f"{check_model('fit_weights', model)}: it takes no attention_mask.")
     device = next(model.parameters()).device
     answer, length = torch.tensor([trace.ids]), len(trace.prompt_ids)
-    inputs = {  # those of each token are 0 for the answer
+    inputs = {  # per-token inputs are 0 for the answer
         name: pad(one, (0, len(trace.ids))) if one.shape == (1, length) else one
         for name, one in trace.inputs.items()
         if isinstance(one, Tensor)
     }
     mask = trace.inputs["attention_mask"].clone()
-    place = pad(mask, (0, len(trace.ids)), value=1).cumsum(1) - 1  # of tokens that are no padding
+    place = pad(mask, (0, len(trace.ids)), value=1).cumsum(1) - 1  # padding is not counted
     mask[0, trace.members[:, list(hidden)].any(1)] = 0
     inputs["attention_mask"] = pad(mask, (0, len(trace.ids)), value=1)
     inputs["input_ids"] = torch.cat([trace.inputs["input_ids"], answer], dim=1)

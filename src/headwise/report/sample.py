@@ -23,7 +23,7 @@ from .tokens import AnyTokenizer, Encoded, LookError, TokenStrings, ids_of
 DEFAULT_CONTEXT = 2048  # tokens of a text that are read by default
 RANDOM_ROWS = 8
 RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens
-CANDIDATES = 4096  # sampled tokens among which tokens of letters are searched
+CANDIDATES = 4096  # the number of sampled tokens to search for tokens of letters
 STRETCH = 256  # tokens whose logits are converted to float64 at a time
 
 _CROSS = re.compile(r"cross|enc(oder)?_?(dec|attn)", re.IGNORECASE)
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One forward pass: `inputs`, the keyword arguments; the streams that the model reads;
+    """One forward pass: `inputs`, the keyword arguments; `parts`, the streams that the model reads;
     `labels`, the targets of its loss. `total` is the number of tokens of the whole text.
 
     `encoder` holds the name prefixes of modules that read the first of two streams. `period` is the
@@ -87,7 +87,7 @@ class Sample:
 
 @contextmanager
 def as_look_error(model: nn.Module) -> Iterator[None]:
-    """Raise errors of a model on unsuitable inputs as a `LookError`."""
+    """Convert the errors of a model on unsuitable inputs to `LookError`."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
@@ -110,8 +110,8 @@ def _end(module: str) -> str:
 class Subject(ABC):
     """A model to look at: its calling convention and its input.
 
-    kind: a description of the model. loss_of: a description of its loss; empty without one.
-    longest: the maximal number of tokens that it reads, if it is limited.
+    kind: a description of the model. loss_of: a description of its loss; empty if it has none.
+    longest: the maximum number of tokens that it reads, if limited.
     """
 
     kind: str
@@ -157,9 +157,9 @@ class Subject(ABC):
         *,
         legible: bool = False,
     ) -> Sample | None:
-        """Return rows of repeated random tokens, at most `period` of them; `None` without tokens.
+        """Return rows of at most `period` random tokens, repeated; `None` if no tokens are read.
 
-        legible: use distinct tokens of letters only, if there are enough.
+        legible: use only distinct tokens that consist of letters, if there are enough.
         """
         return None
 
@@ -191,7 +191,7 @@ class TokenSubject(Subject):
     ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def encoded(self, text: Any, name: str) -> Encoded:
-        """Encode the text as ids of the model: at least two, one of them not a special token.
+        """Encode the text as token ids: at least two, including one that is not a special token.
 
         Raises:
             LookError: `text` is not a text, or has token ids that the model does not have.
@@ -239,8 +239,8 @@ class TokenSubject(Subject):
     def part(
         self, name: str, ids: list[int], special: tuple[int, ...], pieces: list[str] | None = None
     ) -> Part:
-        """Return a stream of tokens. Delimiters are found by their text; special tokens other than
-        the first are separators."""
+        """Return a stream of tokens. Delimiters are found by their text; special tokens are
+        separators, except at the first position."""
         tokens = self.words.texts(ids)
         delimiters = [
             is_delimiter(text) and place not in special for place, text in enumerate(tokens)
@@ -274,8 +274,8 @@ class TokenSubject(Subject):
         return Part(Stream(name, self.words.texts(row), special), ids)
 
     def twice(self, seed: int, rows: int, period: int, legible: bool) -> tuple[Tensor, int, int]:
-        """Return rows of repeated random tokens between the tokenizer's own first and last tokens;
-        the number of its first tokens, and the period.
+        """Return rows of repeated random tokens, with the tokens that the tokenizer adds before and
+        after a text; the number of those before; and the period.
 
         Special tokens are not sampled.
         """
@@ -326,7 +326,7 @@ def ends_of(words: AnyTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def cross_entropy(
     logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Return the loss on each label, in nats and float64; a chunk of tokens at a time."""
+    """Return the loss on each label, in nats and float64, computed in chunks of tokens."""
     parts = zip(logits.split(STRETCH, 1), labels.split(STRETCH, 1), strict=True)
     return torch.cat(
         [F.cross_entropy(some.mT.double(), of, reduction="none") for some, of in parts], 1

@@ -17,8 +17,8 @@ from .tokens import ids_of
 class Samples:
     """The samples of one text or several; with several, those that are too short are skipped.
 
-    Several ranks share the samples: rank 0 has the first that can be read, and each later one
-    belongs to the next rank.
+    Several ranks divide the samples: rank 0 gets the first text that can be read, and the following
+    texts go to the ranks in turn.
 
     again: True if they can be iterated more than once. number: the number for all ranks, if known.
     read, short: the numbers of this rank's samples that were read and skipped in the last pass.
@@ -72,7 +72,7 @@ class Samples:
         return after % self._ranks == self._rank if after >= 0 else self._rank == 0
 
     def __len__(self) -> int:
-        """Return the number of texts for this rank, too short ones included."""
+        """Return the number of texts for this rank, including those that are too short."""
         return self.read if self.number is None else sum(map(self._own, range(self.number)))
 
     def __iter__(self) -> Iterator[Sample]:
@@ -91,8 +91,8 @@ class Samples:
 
 
 class TextFile:
-    """The texts of a file, one per line without blank lines; or of the `.txt` files of a folder,
-    one per file, by name.
+    """The texts of a file, one per nonblank line; or of the `.txt` files in a folder, one per
+    file, sorted by name.
 
     Raises:
         TextError: the file or folder does not exist, has no text, or is not UTF-8.
@@ -126,7 +126,7 @@ def _read_whole(path: Path) -> str:
 
 @contextmanager
 def _as_text_error(path: Path) -> Iterator[None]:
-    """Raise read errors as a `TextError`."""
+    """Convert read errors to `TextError`."""
     try:
         yield
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The result of `trace()`: tables, and what its page shows."""
+"""The result of `trace()`: its tables, and the data of its page."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from .codec import finite, pack, pack_whole
 from .page.parts import check_out, fill, framed, packed, part, version, write_html
 
 RETRIEVAL = 0.1
-"""The least score of a retrieval head (Wu et al. 2024, §2)."""
+"""The minimum score of a retrieval head (Wu et al. 2024, §2)."""
 
 COLUMNS = ("number", "token", "sinks", "other", "generated")
-"""The columns of a table of segments beside the segments."""
+"""The columns of a table of segments other than the segments themselves."""
 
 ENTRIES = 200_000
-"""The most weights in each of the page's three tables of strongest keys: about 0.8 MB."""
+"""The maximum number of weights in each of the page's three tables of strongest keys (0.8 MB)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace(HeadTable):
     """The attention of each generated token to each token of its prompt.
 
-    `N` stands for the generated tokens, `P` for those of the prompt, `A` for all heads, in order of
+    `N` is the number of generated tokens, `P` that of prompt tokens, `A` that of heads, ordered by
     layer and head. Weights are those of the query that predicted a generated token.
 
-    tokens, generated: the texts of the tokens; `prompt_ids`, `ids` their ids.
-    by_token: `[N, P]`, summed over heads; with the trace's `weights`, if it had some.
-    keys, weights: `[N, A, k]`, the k strongest keys of the prompt without sinks; −1 if there are
+    tokens, generated: the texts of prompt and generated tokens; `prompt_ids`, `ids`: their ids.
+    by_token: `[N, P]`, summed over heads, weighted by the `weights` given to `trace()`, if any.
+    keys, weights: `[N, A, k]`, the k strongest keys of the prompt except sinks; −1 if there are
         fewer.
     copied: `[N, A]`, True if the strongest of all keys lies in the prompt and holds the id that was
         generated.
     masses: `[N, A, n]`: the attention to sinks, to generated tokens, and, if there are segments, to
         each of these and to the rest of the prompt.
     sinks: the positions of the sinks.
-    members: `[P, segments]`, True for the tokens of a segment that are no sinks.
-    left_out: modules of which not all was seen, and why.
+    members: `[P, segments]`, True for the tokens of a segment that are not sinks.
+    left_out: modules that were not fully observed, and the reasons.
     """
 
     tokens: list[str]
@@ -81,7 +81,7 @@ class Trace(HeadTable):
         """Weights on the prompt, summed over generated tokens.
 
         Raises:
-            ValueError: layers have different numbers of heads; `of_heads` is `[A, P]`.
+            ValueError: layers have different numbers of heads; use `of_heads` `[A, P]`.
         """
         layers = len({row["layer"] for row in self.heads})
         if {row["head"] for row in self.heads} != set(range(len(self.heads) // layers)):
@@ -89,7 +89,7 @@ class Trace(HeadTable):
         return self.of_heads.unflatten(0, (layers, -1))
 
     def __getitem__(self, head: str) -> Float[Tensor, "N P"]:
-        """Return the rows of a head that was kept, by its address as it was given."""
+        """Return the rows of a head that was kept, by the address given to `trace()`."""
         if head not in self.rows:
             there = ", ".join(self.rows) or "none"
             raise KeyError(
@@ -98,12 +98,12 @@ class Trace(HeadTable):
         return self.rows[head]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row per (layer, head): `layer`, `head`, `module`, `copying`, and where it attended.
+        """Return a row per head: `layer`, `head`, `module`, `copying`, and attention to each part.
 
-        `copying` is the retrieval score: of generated tokens whose id occurs in the prompt, the
-        fraction for which the head's strongest key lies in the prompt and holds that id. It is
+        `copying` is the retrieval score: the fraction of generated tokens whose id occurs in the
+        prompt for which the head's strongest key lies in the prompt and has that id. It is
         absent if there is no such token. `prompt` (without sinks), `sinks` and `generated` are the
-        attention to these parts, a mean over generated tokens.
+        attention to these parts, averaged over generated tokens.
         """
         there = set(self.prompt_ids)
         inside = torch.tensor([one in there for one in self.ids])
@@ -120,9 +120,9 @@ class Trace(HeadTable):
 
     @property
     def retrieval(self) -> list[dict[str, Any]]:
-        """The rows of `table()` of retrieval heads, the highest score first.
+        """The rows of `table()` for retrieval heads, highest score first.
 
-        These copy at least a tenth of the generated tokens that the prompt holds.
+        These copy at least a tenth of the generated tokens that the prompt contains.
         """
         rows = [row for row in self.table() if row.get("copying", 0.0) >= RETRIEVAL]
         return sorted(rows, key=lambda row: -row["copying"])
@@ -131,13 +131,13 @@ class Trace(HeadTable):
     def segments(self) -> list[dict[str, Any]]:
         """A row per generated token: `number`, `token`, and the attention to each segment.
 
-        It is the mean over heads, or, if the trace had `weights`, the sum weighted by these.
-        `sinks` are in no segment; `other` is the rest of the prompt.
+        It is averaged over heads or, if `trace()` was given `weights`, summed with these weights.
+        `sinks` belong to no segment; `other` is the rest of the prompt.
         """
         return self.segment_rows(range(len(self.heads)))
 
     def segment_rows(self, heads: Sequence[int]) -> list[dict[str, Any]]:
-        """Return `segments` over some heads, by their places in `heads`."""
+        """Return `segments` over only the given heads, as indices into `self.heads`."""
         chosen = torch.tensor(list(heads), dtype=torch.long)
         masses = self.masses[:, chosen]
         weights = torch.full((len(chosen),), 1 / max(len(chosen), 1))
@@ -157,7 +157,7 @@ class Trace(HeadTable):
     def strongest(self, token: int | None = None, k: int = 10) -> list[dict[str, Any]]:
         """Return the tokens of the prompt with the most attention: `key`, `token`, `weight`.
 
-        Summed over heads, sinks left out; of one generated token by its number, or of all.
+        Attention is summed over heads, for one generated token or for all; sinks are left out.
         """
         total = self.by_token.sum(0) if token is None else self.by_token[token]
         total = total.index_fill(0, torch.tensor(self.sinks, dtype=torch.long), -torch.inf)
@@ -168,10 +168,10 @@ class Trace(HeadTable):
         ]
 
     def save_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page: one HTML file that needs no network; a file that is there is replaced.
+        """Write the page: one HTML file that needs no network; an existing file is replaced.
 
         Raises:
-            PageError: a folder that there is not, or that cannot be written.
+            PageError: the folder does not exist or cannot be written to.
         """
         return write_html(check_out(path), _page(self))
 
@@ -184,7 +184,7 @@ class Trace(HeadTable):
 
 
 def _page(trace: Trace) -> str:
-    """Return the page, which `make page` builds from `pages/`, with the data put in."""
+    """Return the page, which `make page` builds from `pages/`, with the data filled in."""
     title = "".join(trace.generated).strip()[:60] or "a generated text"
     parts = {"title": html.escape(title), "results": packed(_document(trace))}
     return fill(part("trace.html"), parts)
@@ -240,7 +240,7 @@ def _shares(trace: Trace, heads: Sequence[int]) -> list[list[float]]:
 
 
 def _shown(weights: Tensor) -> int:
-    """Return how many of the weights of each row, `[n, P]`, are on the page."""
+    """Return the number of weights of each row of `[n, P]` that the page contains."""
     return min(256, weights.shape[1], max(1, ENTRIES // len(weights)))
 
 

@@ -29,7 +29,7 @@ Composition = Literal["Q", "K", "V"]
 
 _BEFORE = """ln_1 ln1 input_layernorm input_layer_norm layernorm_before attention_norm attn_norm
     pre_attention_norm self_attn_layer_norm norm1 norm_1 layer_norm1""".split()
-"""Names of the norm before attention, beside the module that attends."""
+"""Names of the norm before attention, a sibling of the attention module."""
 
 _LAST = "ln_f norm norm_f final_layer_norm final_layernorm final_norm ln_final".split()
 """Names of the norm before the unembedding."""
@@ -39,7 +39,7 @@ _HEADS = "num_heads num_attention_heads n_head n_heads nhead heads".split()
 
 @dataclass(frozen=True, eq=False)
 class LayerCircuits:
-    """The heads of one layer in factors, for columns x of the residual stream.
+    """The heads of one layer as factors, which act on columns x of the residual stream.
 
     The score of (i, j) is `(q x_i) · (k x_j)` times the scale, and the head writes `out v x_j` for
     the key that it attends to. Keys and values of a group are repeated for each of its heads.
@@ -52,7 +52,7 @@ class LayerCircuits:
     v: Float[Tensor, "H Dv E"]
     out: Float[Tensor, "H O Dv"]
     norm: str
-    """The name of the norm that q, k and v include; empty for none."""
+    """The name of the norm that is folded into q, k and v; empty if there is none."""
     facts: Mapping[str, list[float]]
     """Metrics by name, a number for each head."""
 
@@ -90,7 +90,7 @@ class Circuits(HeadTable):
 
     Attributes:
         layers: the factors of each layer.
-        unavailable: the reason for each metric that the table lacks, by its name.
+        unavailable: the reason why the table lacks a metric, by the metric's name.
     """
 
     def __init__(self, layers: Sequence[LayerCircuits], unavailable: Mapping[str, str]) -> None:
@@ -120,7 +120,7 @@ class Circuits(HeadTable):
     def composition(self, kind: Composition) -> Float[Tensor, "N N"]:
         """Return the composition scores of all pairs of heads, `[N, N]`.
 
-        `[i, j]` scores how much of head i's output head j reads by its queries (`"Q"`), keys
+        `[i, j]` scores how much of head i's output head j reads through its queries (`"Q"`), keys
         (`"K"`) or values (`"V"`): `‖W_QKᵀ W_OV‖ / ‖W_QK‖ ‖W_OV‖`, `‖W_QK W_OV‖ / …` or
         `‖W_OV W_OV‖ / …` with Frobenius norms, from 0 to 1. It is NaN if head j is not in a later
         layer than head i. Heads are in the order of `heads`.
@@ -292,7 +292,7 @@ def _parts(
     parts: Parts = {}
     for name, tensor in held.items():
         parts |= unpack(*patterns[name], _wide(tensor), sizes)
-    if "out.weight" not in parts:  # what the heads give, side by side
+    if "out.weight" not in parts:  # the output is the heads' outputs side by side
         square = torch.eye(sizes.heads_width).to(parts["q.weight"])
         parts["out.weight"] = square.unflatten(1, (sizes.num_heads, sizes.value_dim))
     heads, kv = torch.arange(sizes.num_heads), sizes.num_kv_heads
@@ -305,7 +305,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _heads_of(module: nn.Module | None, model: nn.Module) -> int | None:
-    """Return the number of heads in an attribute of a module, a submodule or its config."""
+    """Return the number of heads, from an attribute of a module, a submodule or a config."""
     owners: Iterator[Any] = iter([*(module.modules() if module else ()), model])
     for owner in owners:
         for holder in (owner, getattr(owner, "config", None)):
@@ -316,7 +316,7 @@ def _heads_of(module: nn.Module | None, model: nn.Module) -> int | None:
 
 
 def _scale(module: nn.Module | None) -> float | None:
-    """Return the factor of the scores from an attribute of a module, if any."""
+    """Return the scale of the scores, from an attribute of a module, if any."""
     found = [getattr(module, name, None) for name in ("scale", "scaling")]
     return next((x for x in found if isinstance(x, float)), None)
 
@@ -374,7 +374,7 @@ class _Tables:
 
     @torch.no_grad()
     def from_tokens_to_logits(self, width: int, out: int) -> Tensor | None:
-        """Return `W_Eᵀ W_U` `[E, O]`, once for all heads."""
+        """Return `W_Eᵀ W_U` `[E, O]`, computed once for all heads."""
         tables = {
             "a table of tokens": self.tokens,
             "an unembedding after a known last norm": self.logits,
@@ -412,7 +412,7 @@ def _positions(modules: Mapping[str, nn.Module]) -> Tensor | None:
 
 
 def _embeddings(words: str, modules: Mapping[str, nn.Module]) -> list[nn.Embedding]:
-    """Return the tables whose own names have one of these words."""
+    """Return the embeddings whose own names (after the last dot) contain one of these words."""
     pattern = re.compile(words, re.IGNORECASE)
     return [
         module
@@ -422,7 +422,7 @@ def _embeddings(words: str, modules: Mapping[str, nn.Module]) -> list[nn.Embeddi
 
 
 def _composition(first: LayerCircuits, second: LayerCircuits, kind: Composition) -> Tensor:
-    """Return scores `[H, H']` of heads that write and heads that read, in factors."""
+    """Return the scores `[H, H']` of writing and reading heads, computed from their factors."""
     reads, other = {
         "Q": (second.q, second.k),
         "K": (second.k, second.q),

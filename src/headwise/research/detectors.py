@@ -32,7 +32,7 @@ def detect_heads(
     measure: Measure = "mul",
     inputs: Any = None,
 ) -> HeadValues:
-    """Score how well the attention of each head of a decoder fits a pattern, without T×T.
+    """Score how well the attention of each head of a decoder fits a pattern, without a T×T matrix.
 
     Args:
         model: any causal model that `watch()` supports.
@@ -41,17 +41,17 @@ def detect_heads(
             the same token) or `"induction_head"` (the keys after these).
         exclude_bos, exclude_current_token: exclude attention to the first key, or to the query's
             own position.
-        measure: `"mul"`: the share of all attention on the pattern. `"abs"`: 1 minus the sum of
+        measure: `"mul"`: the fraction of attention on the pattern. `"abs"`: 1 minus the sum of
             `|A − pattern|` divided by the number of tokens; TransformerLens rounds it to three
             digits.
-        inputs: the inputs of the model: keywords, arguments, or a single argument.
+        inputs: the inputs of the model: keyword or positional arguments, or a single argument.
 
     Returns:
-        A score for each text and head, `[B]` by address. The table has means over texts, in a
-        column of the kind's name.
+        The scores of each head, `[B]`, by its address. The table has means over texts, in a
+        column named after the kind.
 
     Raises:
-        ValueError: an unknown kind or measure; no attention was captured.
+        ValueError: the kind or measure is unknown, or no attention was captured.
 
     >>> from headwise.models import builtin, load
     >>> model, _ = load(builtin())
@@ -85,7 +85,7 @@ def detect_heads(
         total = ((1 - sink) if valid is None else (1 - sink) * valid).sum(2)
         if exclude_bos:
             total = total - call["bos"].values.sum(2)
-        if exclude_current_token:  # the first key of the first query is left out once
+        if exclude_current_token:  # the first query's key is subtracted only once
             total = total - call["self"].values[:, :, int(exclude_bos) :].sum(2)
         inside = call["pattern"].values.sum(2)
         share, distance = inside / total, (total - 2 * inside + wanted) / length

@@ -44,7 +44,7 @@ class HeadValues(HeadTable):
         """Return the tensor of a head `[B, …]`, or of all heads of a layer `[B, H, …]`.
 
         Raises:
-            KeyError: a head or a layer that there is not; the message lists those there are.
+            KeyError: the head or layer does not exist; the message lists those that exist.
         """
         module, head = address, None
         if address not in self._tensors and (isinstance(address, tuple) or is_head(str(address))):
@@ -69,10 +69,10 @@ class HeadValues(HeadTable):
 
 
 def joined(names: Iterable[str], tensors: Iterable[Tensor], quoted: str) -> dict[str, Tensor]:
-    """Return one tensor of each module from one of each call: its calls, along the batch.
+    """Return one tensor per module: those of its calls, concatenated along the batch axis.
 
     Raises:
-        ValueError: calls of a module with different shapes.
+        ValueError: the calls of a module have different shapes.
     """
     each: dict[str, list[Tensor]] = {}
     for name, tensor in zip(names, tensors, strict=True):

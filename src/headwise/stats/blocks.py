@@ -30,19 +30,19 @@ LITTLE = -1e30
 """The logarithm that stands for probability 0; finite, so that 0 · log 0 is 0."""
 
 GRAPH_BLOCKS = 32
-"""The most blocks that a compiled graph holds, one after another."""
+"""The maximum number of blocks in a compiled graph, where they run one after another."""
 
 SCORES = 1 << 19
 """The number of scores in a block (2 MiB in float32)."""
 
 ROWS, KEYS = 128, 4096
-"""The most queries and keys in a block."""
+"""The maximum numbers of queries and of keys in a block."""
 
 
 def near(lse: Tensor, sure: bool = False) -> bool:
     """Return True if every row's log-sum-exp is small enough that `s − lse` keeps its precision.
 
-    A log-sum-exp of 10⁹ in float32 is accurate only to 32, so `exp(s − lse)` may be off by any
+    A log-sum-exp of 10⁹ in float32 is accurate only to ±32, so `exp(s − lse)` may be off by any
     factor, as in a row whose scores are all −10⁹; such rows must be renormalized (`Scores.rows`).
     Return False if the values cannot be read (while compiling), unless `sure` is True.
     """
@@ -78,7 +78,7 @@ class ScoreBlock:
 
 
 RowFigure = Callable[[ScoreBlock], Tensor]
-"""Returns the sums `[heads, t]` over the keys of a block."""
+"""A function that returns sums `[heads, t]` over the keys of a block."""
 
 
 def entropy_of(block: ScoreBlock) -> Tensor:
@@ -90,7 +90,7 @@ def entropy_of(block: ScoreBlock) -> Tensor:
 
 
 def ahead_of(positions: Tensor) -> RowFigure:
-    """Return `Σ p (j − position of i)` of a block, counted from the block's first key."""
+    """Return the figure `Σ p (j − position of i)`, computed relative to each block's first key."""
 
     def ahead(block: ScoreBlock) -> Tensor:
         p = block.p
@@ -152,7 +152,7 @@ class Scores:
         return ScoreBlock(slice(0, len(log_p)), rows, keys, log_p.exp(), log_p, hidden, log_sink)
 
     def blocks(self, scores: int) -> Iterator[Any]:
-        """Cut the queries into blocks of `scores` scores, or fewer blocks under a compiler."""
+        """Cut the queries into blocks of `scores` scores, or larger ones under a compiler."""
         e = self.extent
         if traced():
             scores = max(scores, -(-e.batch * e.heads * e.queries * e.keys // GRAPH_BLOCKS))
@@ -212,7 +212,7 @@ def sweep(
 
 
 def _whole_rows(scores: Scores) -> Iterator[ScoreBlock]:
-    """Yield every block of queries that contains a visible key, with each row renormalized."""
+    """Yield every block of queries that can see a key, with each row renormalized."""
     for cut in scores.blocks(SCORES_AT_A_TIME):
         if cut.keys.stop > cut.keys.start:
             yield scores.rows(cut.rows, cut.keys)

@@ -16,7 +16,7 @@ from .run import rows_of_p
 from .view import View
 
 Which = int | Sequence[int] | Tensor | slice | None
-"""Which heads, queries or keys: one, several, or all."""
+"""A selection of heads, queries or keys: one, several, or all."""
 
 
 def entries(
@@ -26,7 +26,7 @@ def entries(
     keys: Which = None,
     changed: bool = False,
 ) -> Float[Tensor, "B h t s"]:
-    """Return these entries of P, `exp(s_ij − lse_i)`; `queries` indexes the observed queries.
+    """Return the selected entries of P, `exp(s_ij − lse_i)`; `queries` indexes observed queries.
 
     If tensors of the call may have `changed`, the log-sum-exp of whole rows is checked first.
 
@@ -59,7 +59,7 @@ def _scores(view: View, h: Tensor, i: Tensor, j: Tensor) -> Float[Tensor, "B h t
     scores = q @ k.mT * call.scale
     place = (i[None, None, :, None], j[None, None, None, :])
     by_head = bool(call.mask.tensors()) or call.mask.biased
-    if by_head:  # a mask may differ by head; it is computed for all of them
+    if by_head:  # a mask may differ between heads, so it is applied to all of them
         full = scores.new_zeros(e.batch, e.heads, *scores.shape[2:])
         full[:, h] = scores
         scores = full

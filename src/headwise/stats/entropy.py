@@ -19,9 +19,9 @@ from .statistic import Statistic
 
 @dataclass(frozen=True)
 class Entropy(Statistic):
-    """Entropy of each row of P in nats, and as a share of its bound `log n_i`: both `[B, H, T]`.
+    """Entropy of each row of P in nats, and as a fraction of its bound `log n_i`: both `[B, H, T]`.
 
-    A row with a single key has entropy 0 and no share; the mean of the share excludes it. A learned
+    A row with a single key has entropy 0 and is excluded from the mean of the fraction. A learned
     sink is one more outcome: the entropy includes its `−p log p`, and the bound is `log(n_i + 1)`.
 
     Source: Zhai et al. 2023 (entropy collapse); the identity: `log p_ij = s_ij − lse_i`.
@@ -86,7 +86,7 @@ class _Entropy(Need):
             entropy = self._by_identity(work)
         elif route.kind == PASS:
             entropy = work.by_head(work.reduced(self).total)
-            if view.sinks is not None and work.near:  # else its blocks are rows, and have the sink
+            if view.sinks is not None and work.near:  # else blocks are rows that include the sink
                 log_p = (view.sinks[:, None] - work.lse).clamp(-identities.LARGE, 0.0)
                 entropy = entropy - torch.exp(log_p) * log_p
         if entropy is None:

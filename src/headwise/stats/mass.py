@@ -2,7 +2,7 @@
 
 The mass is the total attention weight on a set of keys. For few keys it is computed from their
 scores alone, `exp(s_ij − lse_i)`. For ranges and tables it is `exp(lse within the mask − lse)`,
-from one more call of which only the log-sum-exp is used. For many keys that are not ranges it comes
+whose first term takes one more call. For many keys that are not ranges, the mass is computed
 from whole rows.
 """
 
@@ -30,10 +30,10 @@ from .statistic import Statistic
 from .view import Lazy, View, visible_keys
 
 CROWDED = 1 / 64
-"""The share of the matrix above which single pairs cost more than whole rows."""
+"""The fraction of the matrix above which single pairs cost more than whole rows."""
 
 FEW = 64
-"""The most keys that are treated as the same few keys for all queries."""
+"""The maximum number of keys that are treated as the same few keys for all queries."""
 
 WITHIN = Route(CALL, "its log-sum-exp within the mask")
 CROWD = Route(ROWS, "computing this many keys one by one would cost more")
@@ -45,7 +45,7 @@ class Mass(Statistic):
 
     It is the total weight on the chosen keys, `m_i = Σ_{j∈J(i)} p_ij`. The keys are those of a
     pattern or of any mask, as in `Mass(Window(16), name="near")`. The mean is over the queries for
-    which at least one chosen key is visible; the share of these queries is the coverage.
+    which at least one chosen key is visible; the fraction of such queries is the coverage.
 
     Args:
         keys: a pattern, or another mask that adds nothing to the scores.
@@ -125,7 +125,7 @@ def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
 class MassOn(Need):
     """`Σ_j p_ij` over the keys of a mask `[B, H, n]`, and the queries that can see one of them.
 
-    If the kernel computes the mass, only the mass; the pattern has at most one key then.
+    If the kernel computes it, only the mass is returned; the pattern then has at most one key.
     """
 
     keys: Mask
@@ -205,7 +205,7 @@ class _Masses:
 
     @property
     def mean_width(self) -> float:
-        """The mean number of chosen keys."""
+        """The mean number of chosen keys per query."""
         assert self.ranges is not None
         return float((self.ranges.stop - self.ranges.start).clamp(min=0).double().mean())
 
@@ -300,7 +300,7 @@ class _Masses:
         return mass, count > 0
 
     def _scores(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of pairs of q and k, `[B, H, N]`, and which pairs are allowed."""
+        """Return the scores of pairs of q and k, `[B, H, N]`, and the mask of allowed pairs."""
         extent = self.extent
         grouped = q.unflatten(1, (extent.kv_heads, extent.group))
         scores = torch.einsum("bgrnd,bgnd->bgrn", grouped, k).flatten(1, 2)[..., None]

@@ -23,8 +23,8 @@ from ..core.modes import readable, traced
 from ..core.numbers import LONGEST, as_int, format_value
 
 ALL_FROM = 16
-"""If all queries are at most this many times the sampled ones, masses are computed at all queries:
-most of a mass may be on few queries, which a sample can miss."""
+"""The largest ratio of all to sampled queries at which masses are computed for all queries: most
+of a mass may be on a few queries, which a sample can miss."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def draw(
 ) -> QuerySample | None:
     """Return the requested sample, given as a number of queries or as a list.
 
-    A number is sampled with stratification (`stretches`). Return `None` if it is at least the
-    number of all queries.
+    For a number, the sample is stratified (see `stretches`). Return `None` if the sample would
+    contain all queries.
 
     Raises:
         ValueError: there are no queries, or one is listed twice or is out of range.
@@ -68,15 +68,15 @@ def draw(
 
 
 EARLY = 1 / 3
-"""The share of sampled queries that are spaced logarithmically; the others are spaced evenly."""
+"""The fraction of sampled queries spaced logarithmically; the others are spaced evenly."""
 
 
 def stretches(queries: int, of: int) -> Tensor:
     """Cut `of` queries into intervals, one per sampled query, and return their edges `[n + 1]`.
 
     Each of the first queries (an eighth of the sample) and of the last ones (at most two) is its
-    own interval. Between them, a share `EARLY` of the edges is even in the logarithm of the
-    position, the others in the position. Metrics that fall with the number of keys, as causal
+    own interval. Between them, a fraction `EARLY` of the edges is spaced evenly in the logarithm of
+    the position, the rest in the position. Metrics that fall with the number of keys, as causal
     masses do, then vary little within an interval.
 
     >>> stretches(16, 43)
@@ -99,7 +99,7 @@ def stretches(queries: int, of: int) -> Tensor:
 
 
 def _on(device: torch.device, queries: int, of: int, seed: int) -> QuerySample:
-    """Sample and copy to a device without synchronizing; one seed gives the same on any device."""
+    """Sample and copy to a device without synchronizing; samples do not depend on the device."""
     rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
     return QuerySample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
 
@@ -136,7 +136,7 @@ def _sort(rows: Tensor, of: int) -> Tensor:
     return ordered
 
 
-# A compiler traces neither: it knows neither generators nor the values of tensors.
+# A compiler can trace neither function: it supports neither generators nor reading values.
 _drawn = torch.library.custom_op(
     "headwise::drawn_queries",
     _draw,
@@ -204,7 +204,7 @@ def standard_error(
     """Estimate the standard error of each head's mean over sampled queries; NaN for a single one.
 
     Each interval contains one sampled query, so the variance within it is estimated from its
-    neighbours: half the squared difference of two queries (at either end), or a sixth of a squared
+    neighbors: half the squared difference of two queries (at either end), or a sixth of a squared
     second difference (in between; a linear trend cancels) (Cochran 1977, §5A.12). One of w queries
     was observed, so the squared error of their sum is w² times that variance if the metric follows
     a trend, and w (w − 1) times if it is noise. The estimate uses w (w − ½), and 0 for w = 1.

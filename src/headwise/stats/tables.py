@@ -19,8 +19,8 @@ from .record import Reading, forms_of, side_by_side
 class HeadSummary(Brief):
     """A metric as one number per head `[H]`, over batch, valid queries and calls.
 
-    It is NaN if it is unknown: for the reason `unknown`, because weights are NaN, or because no
-    query counts (`count` is 0). With `sampled`, a maximum covers only some of the queries.
+    The mean is NaN if it is unknown: for the reason `unknown`, because weights are NaN, or because
+    no query is counted (`count` is 0). With `sampled`, a maximum covers only some of the queries.
     """
 
     mean: Tensor
@@ -83,7 +83,7 @@ def summarise_each(
 ) -> list[HeadSummary | None]:
     """Return `summarise()` of the readings of each of several modules.
 
-    Modules whose readings have the same form are summed together, as if they were one module: a
+    Modules whose readings have the same form are summed together, as if they were one module, so a
     table of many layers takes no more operations and copies to the host than a table of one.
     """
     alike: dict[object, list[int]] = {}
@@ -124,7 +124,7 @@ def table_rows(readings: Mapping[str, Reading], heads: int) -> list[dict[str, fl
 
 
 def summaries_of(readings: Mapping[str, Reading]) -> dict[str, HeadSummary | None]:
-    """Return the metrics of a call as one number per head; equal forms are summed together."""
+    """Return a call's metrics as one number per head; those of equal form are summed together."""
     each = summarise_each([[one] for one in readings.values()])
     return dict(zip(readings, each, strict=True))
 
@@ -132,7 +132,7 @@ def summaries_of(readings: Mapping[str, Reading]) -> dict[str, HeadSummary | Non
 def summary_rows(summaries: Mapping[str, HeadSummary | None], heads: int) -> list[dict[str, float]]:
     """Return a row per head, with a column per metric, its standard error and its coverage.
 
-    A row omits what is unknown (NaN) for its head.
+    A row omits values that are unknown (NaN) for its head.
     """
     rows: list[dict[str, float]] = [{} for _ in range(heads)]
     for name, one in summaries.items():

@@ -1,9 +1,9 @@
 """Rung 5: q, k and v from one matrix, as GPT-2 stores it.
 
-`GPT2MultiHeadAttention` has the names of Modular's book "Build an LLM from scratch in MAX" (the
-book's own class is in `max_gpt2.py`) and the weight names of Hugging Face, whose GPT-2 layers load
-without conversion. One bug of the book is fixed: its `causal_mask` ignores cached tokens, which
-breaks every cache; here the mask is aligned to the end.
+`GPT2MultiHeadAttention` uses names from Modular's book "Build an LLM from scratch in MAX" (the
+book's own class is in `max_gpt2.py`) and weight names from Hugging Face, whose GPT-2 layers load
+without conversion. One bug in the book is fixed: its `causal_mask` ignores cached tokens, which
+breaks caching; here the mask is aligned to the end.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class GPT2MultiHeadAttention(nn.Module):
 
         Args:
             hidden_states: the next tokens `[B, T, E]`.
-            past_key: `[B, H, P, D]` of the tokens before them; P may be 0.
-            past_value: as past_key.
+            past_key: the keys `[B, H, P, D]` of the tokens before them; P may be 0.
+            past_value: their values, of the same shape.
 
         Returns:
             The output `[B, T, E]`, and key and value `[B, H, P + T, D]` for the next call.

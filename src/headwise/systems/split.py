@@ -1,6 +1,6 @@
 """Rung 3: one projection for all heads, then split.
 
-`MultiHeadAttn` has the names of the from-scratch tutorials, whose state dicts load. The three
+`MultiHeadAttn` uses the names of the from-scratch tutorials, so their state dicts load. The three
 matrices stack the rows of the heads; a view and a transpose give every head its part, so all heads
 are computed in one batched product.
 """
@@ -75,7 +75,7 @@ class MultiHeadAttn(nn.Module):
         """Attend from every token to itself and to earlier tokens.
 
         Raises:
-            ValueError: x has another width or is longer than the context.
+            ValueError: the width of x is not d_in, or x is longer than the context.
         """
         check_input(self, x, self.d_in, self.context_length)
         B, T, _ = x.shape

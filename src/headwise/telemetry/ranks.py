@@ -50,7 +50,7 @@ class _Holding:
         return cls(dict(sums.spans), rows)
 
     def has(self, other: _Holding) -> bool:
-        """Return True if this contains everything in another."""
+        """Return True if this contains everything in `other`."""
         return other.spans.items() <= self.spans.items() and other.rows.items() <= self.rows.items()
 
     def with_more(self, other: _Holding) -> _Holding:
@@ -62,7 +62,7 @@ class _Holding:
 
     @property
     def share(self) -> float:
-        """The fraction of the heads of its layers: ranks with other heads see the same queries."""
+        """The fraction held of its layers' heads; ranks with other heads see the same queries."""
         return self.heads / max(1, sum(span.all for span in self.spans.values()))
 
 
@@ -74,8 +74,8 @@ PATIENCE = timedelta(seconds=120)
 class MonitorRanks:
     """The ranks that train together, each with a part of the data, heads or layers.
 
-    Ranks exchange their layers when one has a new one; after that, one collective moves the metrics
-    of a step. Every rank takes part in each exchange, with or without metrics of its own.
+    When any rank has a new layer, ranks exchange their layers; then one collective exchanges the
+    metrics of a step. Every rank takes part in each exchange, with or without metrics of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class MonitorRanks:
         """Return the sums of all ranks over whole layers, on every rank.
 
         Raises:
-            ValueError: ranks have different numbers of heads of one layer; all ranks raise it.
+            ValueError: ranks have different numbers of heads for a layer; all ranks raise it.
         """
         if not several():
             return here
@@ -105,7 +105,7 @@ class MonitorRanks:
             self._figures = _exchanged(own if held is None else held.with_more(own))
 
     def _meet(self) -> None:
-        """Check once that all ranks have a monitor, as other ranks would wait forever.
+        """Check once that all ranks have a monitor; otherwise, those with one would wait forever.
 
         Raises:
             ValueError: a rank has no monitor.
@@ -200,7 +200,7 @@ class MonitorRanks:
     def _reduced(
         self, spans: Mapping[str, Span], maxima: Mapping[str, Tensor], new: float = 0.0
     ) -> dict[str, Tensor] | None:
-        """Return the maxima of all ranks; `None` if a rank has a layer that is new to others."""
+        """Return the maxima of all ranks; `None` if a rank has a layer not yet exchanged."""
         heads = _whole_layers(self._maxima)
         parts = {layer: torch.full((every,), -torch.inf) for layer, every in heads.items()}
         for layer, x in maxima.items():
@@ -239,6 +239,6 @@ def _whole_layers(ranks: list[_Holding]) -> dict[str, int]:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return a device with which ranks can exchange tensors: this one, or one of their group."""
+    """Return a device on which ranks can exchange tensors: this one, or one the group supports."""
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     return device if device.type in kinds else torch.device(kinds[0])

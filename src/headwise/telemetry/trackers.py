@@ -75,7 +75,7 @@ def _tensorboard(
 
 
 def _wandb(run: Any) -> Tracker:
-    """Log against `headwise/step`, so that the steps of the run do not change."""
+    """Return a tracker that logs against `headwise/step`, so the run's own steps do not change."""
     defined = False
 
     def log(

@@ -51,8 +51,8 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        source: the layout before; if there are several, joined by "and".
-        target: the layout after.
+        source: the layout before conversion; several layouts are joined by "and".
+        target: the layout after conversion.
         layers: the number of converted attention layers.
         tensors: the number of tensors.
         bytes: the size of all tensors.
@@ -103,13 +103,13 @@ def convert_file(
         target_path: a `.safetensors` file to write, or a folder to create.
         source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps: as
             in `headwise.convert`. Defaults are read from a `config.json` beside the weights.
-        shard_bytes: the maximal size of each file in a folder (a larger tensor has its own file).
+        shard_bytes: the maximum size of each file in a folder (a larger tensor gets its own file).
         overwrite: replace an existing file, or write into a folder that is not empty.
         report: called with the completed fraction of the work.
 
     Raises:
-        ValueError: errors of `headwise.convert`; a file that is not safetensors; an existing
-            target; a source that contradicts the config.
+        ValueError: an error of `headwise.convert`; a file is not in the safetensors format; the
+            target exists; or the source contradicts the config.
         OSError: the file system fails. No partial files are left after any error.
     """
     source_path, target_path = Path(source_path), Path(target_path)
@@ -165,7 +165,7 @@ def convert_file(
 class _Stored:
     """The tensors of one safetensors file or of shards, read on demand.
 
-    `weights` must be finite; other tensors are not checked.
+    Tensors named in `weights` must be finite; other tensors are not checked.
     """
 
     weights: Collection[str] = ()
@@ -271,7 +271,7 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def _shards(plan: list[_PlannedTensor], limit: int) -> dict[str, list[_PlannedTensor]]:
-    """Return the tensors of each file, in order, under Hugging Face's names."""
+    """Return the tensors of each file, in order, by its name in Hugging Face's scheme."""
     parts: list[list[_PlannedTensor]] = [[]]
     size = 0
     for planned in plan:

@@ -37,7 +37,7 @@ def config() -> Any:
 
 
 def build(one: Trial, owner: str, d_in: int = D_IN, biased: bool = False) -> nn.Module:
-    """Build a class with the tutorial's arguments; if `biased`, with biases and dropout."""
+    """Create a layer with the tutorial's arguments; if `biased`, with biases and dropout."""
     kind = one.get(owner)
     if owner == GPT:
         return kind(config())
@@ -49,7 +49,7 @@ def build(one: Trial, owner: str, d_in: int = D_IN, biased: bool = False) -> nn.
 
 
 def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
-    """Return the layer of a trial with random weights, the same as those of its twin."""
+    """Return the layer of a trial, with random weights that equal those of its twin."""
     key = f"{owner}, biased" if biased else owner
     if key not in one.results:
         torch.manual_seed(0)
@@ -69,14 +69,14 @@ def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
 
 
 def inputs() -> dict[str, Tensor]:
-    """Return new tensors as inputs of all parts, equal in every call."""
+    """Return new input tensors for all parts, with the same values in every call."""
     draw = torch.Generator().manual_seed(1)
     sizes = {"in": (B, T, D_IN), "x": (B, T, E), **dict.fromkeys("qkv", (B, H, T, D))}
     return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
 
 
 def call_part(layer: Any, name: str, given: dict[str, Any]) -> Any:
-    """Call a method or a layer with copies of its inputs; return the first of a tuple."""
+    """Call a method or a layer with its inputs; if `_attn` returns a tuple, keep the first item."""
     taken = [given[key] for key in OF_HEADS.get(name, "x")]
     sizes = (H, D) if name in ("_split_heads", "_merge_heads") else ()
     out = (layer if name == "forward" else getattr(layer, name))(*taken, *sizes)
@@ -102,7 +102,7 @@ def _calls(trial: Trial, part: StepPart) -> Iterator[StepCall]:
             return call_part(layer, short, given)
 
         yield StepCall(call)
-        if settings[1:] and part.name not in trial.blank:  # else the line that drops is unknown
+        if settings[1:] and part.name not in trial.blank:  # else the dropout line is unknown
             hint = "Apply dropout once, to the weights: `self.dropout(weights)` after the softmax."
             yield StepCall(lambda one: call(one, True), words="In training, ", hint=hint)
 
@@ -116,7 +116,7 @@ def mask_of(one: Trial, queries: int, cached: int) -> Any:
 
 
 def wrong_size(part: StepPart, own: Any, right: Any) -> Wrong | None:
-    """Return the first number in a class that differs from its twin's."""
+    """Return a fault for the first integer attribute that differs from the twin's, if any."""
     for name, value in vars(right).items():
         got = getattr(own, name, value)
         if type(value) is int and (type(got) is not int or got != value):
@@ -125,7 +125,7 @@ def wrong_size(part: StepPart, own: Any, right: Any) -> Wrong | None:
 
 
 def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> Wrong | None:
-    """Return a fault in the attributes of a class, or in the fill of a mask."""
+    """Return a fault in the attributes of a class, or in the fill value of a mask."""
     if failed is not None or part.short in (*OF_HEADS, "forward"):
         return None
     if part.short == "causal_mask":
@@ -149,7 +149,7 @@ def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> 
         given = f" with qkv_bias=True and dropout={DROPOUT}" * (biased and part.owner != GPT)
         is_called = trial.source.calls(trial.names[part.owner], part.short)
         if isinstance(right, nn.Dropout) and own == right.p and not is_called:
-            continue  # for F.dropout
+            continue  # a probability for F.dropout instead of a module
         if got != want:
             return Wrong(part.name, f"`{part.name}`{given} is {got}; it should be {want}")
         if isinstance(right, Tensor) and not _agree(layers):
@@ -162,7 +162,7 @@ def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> 
 
 
 def _held(layer: nn.Module, name: str) -> str:
-    """Return the type of an attribute and its sizes."""
+    """Return a description of an attribute: its type and the sizes of its tensors."""
     own: Any = getattr(layer, name, None)
     if name in dict(layer.named_buffers()):
         return f"a buffer of {math.prod(own.shape[-2:])} numbers"
