@@ -1,4 +1,4 @@
-// What the page says of itself: how it was made, the rules, the formulas.
+// The About view: how the page was made, the rules for labels, and the formulas of the metrics.
 
 import { $, el } from "../shared/dom.js";
 import { subscripts } from "../shared/words.js";
@@ -9,7 +9,7 @@ import { formula } from "./words.js";
 export const aboutView = { title: "About", more: true, draw: drawAbout };
 
 function drawAbout() {
-  const tried = data.rules.filter((rule) => evaluated(rule) && !ofClass(rule));  // others need what this model does not have
+  const tried = data.rules.filter((rule) => evaluated(rule) && !ofClass(rule));  // the others do not apply to this model
   const limit = (key, sign, threshold) => `${(data.column.get(key)?.title ?? key).toLowerCase()} ${sign} ${threshold}`;
   const conditions = (/** @type {Rule} */ { key, sign, threshold, given }) => limit(key, sign, threshold) + (given ? `, and ${limit(...given)}` : "");
   $("rules").replaceChildren(...tried.map((rule) => el("li", {}, el("b", {}, rule.label), el("span", {}, conditions(rule), el("br"),

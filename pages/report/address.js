@@ -1,10 +1,10 @@
-// The address that keeps what is chosen.
+// The page address, which stores the current choices.
 
 import { headName, parseHead } from "../shared/words.js";
 import { data, runs, showData } from "./look.js";
 import { chosen, chosenStream, rowAt, sceneOf, shownViews, state, views } from "./state.js";
 
-/** What an address keeps beside view, head and token, where it is not as at the start: name → [read, write]. */
+/** The choices that an address stores besides view, head and token, if they differ from the start: name → [read, write]. */
 const KEPT = {
   run: [() => String(state.run), (value) => { if (runs[value]) showData(state.run = Number(value)); }],
   on: [() => state.on, (value) => oneOf("on", value, ["text", "repeats"])],
@@ -16,12 +16,12 @@ const KEPT = {
   label: [() => state.only, (value) => oneOf("only", value, data.labels)],
   filter: [() => state.filter, (value) => { state.filter = value; }],
 };
-/** The same of all views, too: a view keeps what its `kept` says. */
+/** The same choices, and those in the `kept` field of each view. */
 export const allKept = () => [KEPT, ...Object.values(views).map(({ kept = {} }) => kept)].flatMap(Object.entries);
 
-export const START = {};       // what an address leaves out, because the page begins with it
+export const START = {};       // the choices at the start, which an address leaves out
 
-/** What the map of a head is zoomed to, as `2_8_10_16`: the first and the last key, then query, in cells. */
+/** The zoomed range of a head's map as `2_8_10_16`: first and last key, then first and last query, in cells. */
 function zoomWords() {
   if (!state.ranges) return "";
   const { xaxis, yaxis: [last, first] } = state.ranges;
@@ -37,17 +37,17 @@ function oneOf(name, value, allowed) {
   if (allowed.includes(value)) state[name] = value;
 }
 
-/** The address of a view of what is chosen. */
+/** The address of a view with the current choices. */
 export function address(view) {
   const kept = new URLSearchParams();
   for (const [name, [read]] of allKept()) if (read() !== START[name]) kept.set(name, read());
-  if (runs.length > 1) kept.set("of", runs.map(({ title }) => title).join(" → "));  // for who reads the link
+  if (runs.length > 1) kept.set("of", runs.map(({ title }) => title).join(" → "));  // for people who read the link
   return `#${view}/${headName(chosen())}/${state.token}${kept.size ? `?${kept}` : ""}`;
 }
 
-const OLD_NAMES = { text: "head" };  // of views in addresses of earlier pages
+const OLD_NAMES = { text: "head" };  // names of views in addresses from earlier versions
 
-/** Follows an address such as `#head/L3H5/12?scale=row`: view, head, token, and what else it keeps. */
+/** Applies an address such as `#head/L3H5/12?scale=row`: view, head, token and other choices. */
 export function follow(hash) {
   const [, named, name, token, rest] = hash.match(/^#(\w+)(?:\/(L\d+H\d+|\d+\.\d+))?(?:\/(\d+))?(?:\?(.*))?$/i) ?? [];
   const head = parseHead(name ?? "");

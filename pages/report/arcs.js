@@ -1,4 +1,4 @@
-// The text of a head, with arcs from a token to the keys it looks at.
+// The text of a head, with arcs from a token to the keys that it attends to.
 
 import { el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
@@ -10,8 +10,8 @@ import { tokenWeights } from "./weights.js";
 const ARCS = 6;
 
 /**
- * Puts a layer's text into a box, unless it is there: a button for each token. `tell` hears of the tokens that look:
- * `over(token)` and `out()` of the pointer, `pick(token)` of clicks and keys; what `pick` returns ends when all is drawn.
+ * Puts a layer's text into a box, with a button for each token, unless it is already there. `tell` has callbacks for queries:
+ * `over(token)` and `out()` for the pointer, `pick(token)` for clicks and keys; the promise of `pick` resolves after drawing.
  */
 export function layText(box, layer, tell) {
   const streams = layer.kind === "cross" ? [layer.from, layer.to] : [layer.from];
@@ -44,7 +44,7 @@ function hearTokens(box, stream, { over, out, pick }) {
   });
 }
 
-/** Colors the keys, outlines the token and the place where it stood before, and draws the arcs. */
+/** Colors the keys, outlines the token and, for induction, its other occurrence, and draws the arcs. */
 export function drawArcs(box, row, rows, token, found) {
   const { layer } = rows;
   const weights = tokenWeights(rows, token, "to");
@@ -73,22 +73,22 @@ export function drawArcs(box, row, rows, token, found) {
   svg.replaceChildren(...shown.reverse().map(([key, value]) => arc(from, middle(box, keys.querySelector(`[data-token="${key}"]`)), value, gutters)));
 }
 
-/** A token's place within the scrolled box: the middle of its upper edge, and of its lower one. */
+/** A token's place within the scrolled box: its horizontal center, and its upper and lower edges. */
 function middle(box, button) {
   const [outer, inner] = [box.getBoundingClientRect(), button.getBoundingClientRect()];
   const x = inner.left + inner.width / 2 - outer.left + box.scrollLeft;
   return { x, top: inner.top - outer.top + box.scrollTop, bottom: inner.bottom - outer.top + box.scrollTop };
 }
 
-const BETWEEN = 24;  // pixels between two tokens' edges with no line of text between them
+const BETWEEN = 24;  // tokens whose edges are closer than this, in pixels, have no line of text between them
 
-/** Where lines that pass a line of text can go down: beside the text, at its left and at its right. */
+/** The x positions, left and right of the text, where arcs that pass a line of text run vertically. */
 function guttersOf(box) {
   const [outer, ...inner] = [box, ...box.querySelectorAll(".tokens")].map((one) => one.getBoundingClientRect());
   return [inner[0].left - outer.left + 9, inner[0].left - outer.left + inner[0].width - 9];
 }
 
-/** A line from a token to a key, as thick as its weight: between the lines of the text, and beside it where it passes one. */
+/** An arc from a token to a key, thicker for larger weights: between lines of text, and beside the text where it passes one. */
 function arc(from, to, value, gutters) {
   const level = Math.abs(from.top - to.top) < 8;
   const up = level || from.top > to.top;
@@ -116,7 +116,7 @@ function arcPath(x, y, goalX, goalY, { level, up, gutters }) {
     + `Q${side} ${back} ${side - turn} ${back}H${goalX + turn}Q${goalX} ${back} ${goalX} ${goalY}`;
 }
 
-/** Scrolls the box, never the page, so that the token is seen, and its strongest key too where both fit. */
+/** Scrolls the box, never the page, to show the token and, if both fit, its strongest key. */
 function bringIntoBox(box, button, key) {
   if (box.scrollHeight <= box.clientHeight + 1) return;
   const [at, other] = [middle(box, button), key ? middle(box, key) : null];

@@ -7,7 +7,7 @@ import { glyph } from "./labels.js";
 import { allLabels, firstLabel, runs } from "./look.js";
 import { chosen, shownViews, state, views } from "./state.js";
 
-/** Shows the view of the state, hides the others. */
+/** Shows the current view and hides the others. */
 export function showView() {
   for (const name of Object.keys(views)) $(`view-${name}`).hidden = name !== state.view;
   for (const link of $("nav").querySelectorAll("a")) {
@@ -21,7 +21,7 @@ export function showView() {
   document.title = `${views[state.view].title}: ${document.documentElement.dataset.title}`;
 }
 
-/** Draws the links to views and the switch of runs; `show` is called with the index of a run. */
+/** Draws the links to the views and the switch between runs; `show` is called with the index of a run. */
 export function drawNav(show) {
   const link = ([name, { title }]) => el("a", { "data-view": name, href: `#${name}` }, title);
   $("nav").replaceChildren(...shownViews().filter(([, { more }]) => !more).map(link), $("more"));
@@ -35,7 +35,7 @@ export function drawBar() {
   const row = chosen();
   $("bar-head").textContent = headName(row);
   $("bar-head").setAttribute("href", address("head"));
-  $("bar-head").setAttribute("aria-label", `${headName(row)}: ${headInWords(row)}, ${allLabels(row)}; show it`);
+  $("bar-head").setAttribute("aria-label", `${headName(row)}: ${headInWords(row)}, ${allLabels(row)}; show this head`);
   const more = row.labels.length > 1 ? ` +${row.labels.length - 1}` : "";
   $("bar-label").replaceChildren(glyph(firstLabel(row)), el("span", {}, firstLabel(row) + more));
 }

@@ -1,4 +1,4 @@
-// Cards: of each label that a head has, the head that has it most, with its map.
+// Cards: for each label found, the strongest head, with its map.
 
 import { ofHead } from "../shared/codec.js";
 import { $, dark, el } from "../shared/dom.js";
@@ -12,7 +12,7 @@ import { state } from "./state.js";
 import { bestExamples } from "./telling.js";
 import { figure } from "./words.js";
 
-/** The examples with another head in front where a head has a card already; labels without another head have none. */
+/** The examples, each with a different head in front; a label whose heads all have a card already is left out. */
 function oneCardEach(examples) {
   const taken = new Set();
   return examples.flatMap(({ name, rows }) => {
@@ -24,7 +24,7 @@ function oneCardEach(examples) {
 }
 
 /**
- * The layer and the map that a label comes from: the random piece, where its figure is of one.
+ * The layer and map that a label is based on: those of the repeated random tokens if its metric uses them, else of the text.
  * @param {{ rows: number[], label: Label }} example
  */
 async function proofOf({ rows: [index], label }) {
@@ -35,7 +35,7 @@ async function proofOf({ rows: [index], label }) {
 
 const cards = { drawn: "" };
 
-/** Draws the cards, unless they are there. */
+/** Draws the cards, unless they are up to date. */
 export async function drawCards() {
   const now = [state.run, state.scale, dark.matches, $("cards").clientWidth].join();
   if (cards.drawn === now) return markCard();
@@ -44,7 +44,7 @@ export async function drawCards() {
   if (state.view !== "heads") return undefined;
   cards.drawn = now;
   $("cards").replaceChildren(...examples.map((example, place) => card(example, proofs[place].row, place)));
-  $("cards-what").textContent = examples.length ? "The head with the highest score for each label."
+  $("cards-what").textContent = examples.length ? "For each label, the head that is furthest past its threshold; each head is shown once."
     : "No rule holds for any head, so no head has a label. The map of heads and the table show their metrics.";
   examples.forEach(({ label }, place) => {
     const { row, layer, map } = proofs[place];
@@ -54,7 +54,7 @@ export async function drawCards() {
   return markCard();
 }
 
-/** The heads that the loss depends on most, by what ablating them costs, or by the loss's sensitivity. */
+/** Draws the heads that the loss depends on most, by ablation or else by the sensitivity of the loss. */
 async function drawImportant() {
   const key = ["ablation", "importance"].find((name) => data.column.has(name));
   const rows = key ? data.rows.filter((row) => row[key] > 0).sort((a, b) => b[key] - a[key]).slice(0, 4) : [];
@@ -92,7 +92,7 @@ function card({ name, rows, label }, row, place) {
     el("p", { class: "others" }, ...(others.length ? ["also ", ...others.flatMap((button) => [button, " "]), left ? `and ${whole(left)} more` : ""] : [])));
 }
 
-/** Makes a card's head the chosen one, on what its label comes from. */
+/** Chooses a card's head, on the input that its label is based on. */
 async function chooseCard(index, label) {
   const twin = label.key.endsWith("_random") && data.rows[index].of.twin;
   Object.assign(state, { row: index, on: twin ? "repeats" : "text", ranges: undefined });

@@ -1,4 +1,4 @@
-// What changed between two looks: sentences, the largest change first, and means of each layer.
+// The changes between two looks: sentences, with the largest change first, and means per layer.
 
 import { el } from "../shared/dom.js";
 import { unitName } from "../shared/words.js";
@@ -9,38 +9,38 @@ import { figure, signed } from "./words.js";
 export const nameOf = (row) => `${row.module}.${row.head}`;
 
 /**
- * A row of either look as that of look `run`; undefined where there is none.
+ * The row in look `run` of the same head as a row of either look; undefined if there is none.
  * @param {Row} row
  * @param {number} run
  */
 export const sameHead = (row, run) => runs[run].rows[runs[run].byName.get(nameOf(row))];
 
-/** Heads of the same module and number in A and in B. */
+/** Pairs of rows with the same module and head number in A and in B. */
 export const bothHeads = () => runs[0].rows.map((a) => ({ a, b: sameHead(a, 1) })).filter(({ b }) => b);
 
-/** The figures that both looks have. */
+/** The metrics that both looks have. */
 export const bothColumns = () => runs[0].columns.filter(({ key }) => runs[1].column.has(key));
 
-/** Whether a figure grows with the number of tokens, whatever a head does. */
+/** Returns true if a metric grows with the number of tokens, whatever a head does. */
 const growsWithLength = ({ key, unit }) => key === "entropy" || ((unit === "tokens" || unit === "logit") && !key.endsWith("_random"));
 
-/** The figures of both that can be compared: where A and B are of different lengths, none that grows with the length. */
+/** The metrics of both looks that can be compared: if A and B differ in length, only those that do not grow with it. */
 export function rankedColumns() {
   const [a, b] = runs.map(({ read }) => read.map(({ tokens }) => tokens.length).join());
   return a === b ? bothColumns() : bothColumns().filter((column) => !growsWithLength(column));
 }
 
-/** B's figure less A's; null where one lacks it. */
+/** B's value minus A's; null if one is missing. */
 export const changeOf = ({ a, b }, key) => (typeof a[key] === "number" && typeof b[key] === "number" ? b[key] - a[key] : null);
 
-/** What a change of a figure is measured by: a share by 1, another figure by its range over all heads of both looks. */
+/** The unit for changes of a metric: 1 for a fraction, otherwise the metric's range over all heads of both looks. */
 export function spanOf({ key, unit }) {
   if (unit === "share") return 1;
   const values = runs.flatMap(({ rows }) => known(rows, key));
   return Math.max(...values) - Math.min(...values) || 1;
 }
 
-/** Each head's labels lost and gained, or else its largest change: `{ a, b, column, label, verb, size }`. */
+/** The labels that each head lost or gained or, if there are none, its largest change: `{ a, b, column, label, verb, size }`. */
 export function headChanges() {
   const columns = rankedColumns().map((column) => ({ column, span: spanOf(column) }));
   const sized = (pair, { column, span }) => Math.abs(changeOf(pair, column.key) ?? 0) / span;
@@ -58,7 +58,7 @@ export function headChanges() {
   return found.sort((x, y) => Number(Boolean(y.label)) - Number(Boolean(x.label)) || y.size - x.size);
 }
 
-/** A change in words: `lost induction: … 0.83 → 0.62`; of figures that read alike, `entropy fell by 0.00048 nats`. */
+/** A change in words: `lost induction: … 0.83 → 0.62` or, if both values round to the same, `entropy fell by 0.00048 nats`. */
 export function changeWords({ a, b, column, label, verb }) {
   const change = b[column.key] - a[column.key], [before, after] = [a, b].map((row) => figure(row[column.key], column));
   const alike = before === after && change !== 0;
@@ -69,7 +69,7 @@ export function changeWords({ a, b, column, label, verb }) {
   return [moved, alike ? " by " : ", ", ...numbers];
 }
 
-/** Of each layer that both have, its index in A and the mean change of each figure over its heads, in spans; NaN for none. */
+/** For each layer that both have: its index in A, its heads, and the mean change of each metric over them (NaN if unknown). */
 export function layerChanges(columns) {
   const groups = new Map();
   for (const pair of bothHeads()) groups.set(pair.a.layer, [...(groups.get(pair.a.layer) ?? []), pair]);

@@ -1,4 +1,4 @@
-// Choosing: a head, a token, a text, a run; then the view is drawn anew.
+// Choosing a head, a token, an input or a run, and redrawing the view.
 
 import { $, showError } from "../shared/dom.js";
 import { headName } from "../shared/words.js";
@@ -10,9 +10,9 @@ import { chosen, chosenStream, embedded, proofPiece, sceneOf, shownViews, state,
 import { tellingToken } from "./telling.js";
 import { headRows } from "./weights.js";
 
-let turn = 0;           // counts drawings, so that a late one never replaces a newer one
+let turn = 0;           // counts redraws, so that a slow one never replaces a newer one
 
-/** Draws the view that is shown. Everything a view shows follows from `data` and `state`. */
+/** Draws the current view. Everything that it shows is determined by `data` and `state`. */
 export async function redraw() {
   const mine = ++turn;
   const view = views[state.view];
@@ -29,7 +29,7 @@ export async function redraw() {
   }
 }
 
-/** Of a button in a list that is made anew, how to focus the one in its place. */
+/** Returns a function that, once a list is rebuilt, focuses the button in the place of the one that had focus. */
 function heldFocus() {
   const held = document.activeElement;
   const list = held.closest("ol[id], ul[id], table[id]");
@@ -41,14 +41,14 @@ function heldFocus() {
   };
 }
 
-/** Keeps the choice in the address, and in the bar's links. */
+/** Stores the current choices in the address and in the bar's links. */
 export function remember() {
   if (!embedded) history.replaceState(null, "", address(state.view));
   for (const link of $("nav").querySelectorAll("a")) link.setAttribute("href", address(link.dataset.view));
   drawBar();
 }
 
-/** Makes row `index` the chosen head, wherever it is shown; −1 and undefined are no row. */
+/** Chooses the head of row `index` in the current view; does nothing for −1 and undefined. */
 export function choose(index) {
   if (!(index >= 0)) return Promise.resolve();
   const before = sceneOf(chosen());
@@ -66,7 +66,7 @@ export function choose(index) {
   return redraw();
 }
 
-/** Shows the chosen head at the token that tells most of it. */
+/** Shows the chosen head at the token that illustrates it best. */
 export async function tellBest() {
   const row = chosen();
   state.direction = "to";
@@ -79,7 +79,7 @@ export async function tellBest() {
   await redraw();
 }
 
-/** Makes a token the chosen one: a query where it looks, a key where others look at it. */
+/** Chooses a token: a query if direction is "to", otherwise a key. */
 export function chooseToken(index, direction = state.direction) {
   state.settled = true;
   state.direction = direction;
@@ -88,13 +88,13 @@ export function chooseToken(index, direction = state.direction) {
   return redraw();
 }
 
-/** Looks at the text, or at repeated random tokens: there, at a token of the second time. */
+/** Switches to the text or to repeated random tokens, at the token there that illustrates the head best. */
 export function lookOn(on) {
   Object.assign(state, { on, ranges: undefined, settled: true });
   return tellBest();
 }
 
-/** Shows the other of two looks; the same head of it where there is one. */
+/** Shows one of the two looks, with the same head chosen if it has one. */
 export function showRun(index) {
   const { module, head } = chosen();
   state.run = index;

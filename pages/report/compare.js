@@ -42,7 +42,7 @@ export const compareView = {
   },
 };
 
-const comparing = { key: undefined, layer: "" };  // the figure, and the layer whose heads are listed; "" for all
+const comparing = { key: undefined, layer: "" };  // the metric, and the layer whose heads are listed ("" for all)
 
 // --- what changed ------------------------------------------------------------------------------
 
@@ -65,23 +65,23 @@ function drawChanges() {
   if (left.length) {
     const lengths = runs.map(({ read }) => read.map(({ tokens }) => whole(tokens.length)).join(" and "));
     const names = left.map(({ title }) => title[0].toLowerCase() + title.slice(1));
-    $("compare-what").append(el("b", {}, ` A is on ${lengths[0]} tokens, B on ${lengths[1]}. Metrics that grow with the length, and labels based on them, are left out of the ranking: ${names.join("; ")}.`));
+    $("compare-what").append(el("b", {}, ` A has ${lengths[0]} tokens, B has ${lengths[1]}. Metrics that grow with the length, and labels based on them, are left out of the ranking: ${names.join("; ")}.`));
   }
   $("changed").textContent = !found.length ? "No head’s metrics differ."
-    : labels ? `${counted(labels, "label")} changed. Changes of labels come first, then the largest changes of metrics:` : "No head’s label changed. The largest changes:";
+    : labels ? `${counted(labels, "label")} changed. Label changes come first, then the largest metric changes:` : "No head’s label changed. The largest changes:";
   $("changes").replaceChildren(...found.slice(0, SENTENCES).map((change) => {
     const button = headButton(change.a, () => chooseChange(change.a, change.column.key, ""));
     return el("li", {}, button, " ", ...changeWords(change));
   }));
 }
 
-/** Makes a head of A and a figure the chosen ones, and lists the heads of a layer, or of all. */
+/** Chooses a head of A and a metric, and lists the heads of one layer, or of all layers. */
 function chooseChange(a, key, layer) {
   Object.assign(comparing, { key, layer });
   return choose(data.byName.get(nameOf(a)) ?? state.row);
 }
 
-/** Layers by figures: how much the mean of a layer's heads changed. */
+/** Draws layers by metrics: how much the mean over a layer's heads changed. */
 function drawStrip() {
   const columns = rankedColumns();
   const layers = columns.length ? layerChanges(columns) : [];
@@ -99,7 +99,7 @@ function drawStrip() {
   const every = Math.ceil(18 / tall);
   const at = ({ column: place, row }) => ({ layer: layers[row], one: columns[place] });
   picture("strip", {
-    says: { title: "Mean change of each metric, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colors follow the change as a share of the metric’s range over all heads." },
+    says: { title: "Mean change of each metric, layer by layer, B − A", scale: "Orange means higher in B, blue higher in A; colors show the change relative to the metric’s range over all heads." },
     width, height: tall * layers.length + margin.t + margin.b, margin, grid, frames: line < 0 ? [] : frame(column, line),
     x: { range: [-0.5, columns.length - 0.5], ticks: columns.map((one, place) => [place, briefTitle(one)]), turned },
     y: {
@@ -124,7 +124,7 @@ function drawStrip() {
 
 const mostChanged = (heads, key) => heads.reduce((best, pair) => (Math.abs(changeOf(pair, key) ?? 0) > Math.abs(changeOf(best, key) ?? 0) ? pair : best));
 
-// --- one figure --------------------------------------------------------------------------------
+// --- one metric --------------------------------------------------------------------------------
 
 function drawDifferences() {
   const column = runs[0].column.get(comparing.key);
@@ -142,7 +142,7 @@ function drawDifferences() {
   drawDifferenceTable(column, there);
 }
 
-/** The map of heads of A, with how much B differs. */
+/** Draws the heads of A, colored by B − A. */
 function drawDifferenceMap(column, there) {
   const [look] = runs;
   const changes = new Map(there.map(({ a, change }) => [a, change]));
@@ -150,7 +150,7 @@ function drawDifferenceMap(column, there) {
   const margin = headsMargin(true, look);
   const rowUnder = ({ column: head, row: layer }) => look.rows[look.places.get(`${layer}.${head}`)];
   picture("differences", {
-    says: { title: `${column.title}: B − A, head by head`, scale: `In ${column.unit === "share" ? "shares of the weight" : column.unit}; orange is more in B, blue more in A.` },
+    says: { title: `${column.title}: B − A, head by head`, scale: `In ${column.unit === "share" ? "fractions of the weight" : column.unit}; orange means higher in B, blue higher in A.` },
     ...headsLayout($("differences").clientWidth, margin, sameHead(chosen(), 0), look),
     grid: { z: headsGrid((row) => changes.get(row), look), low: -end, high: end, stops: diverging(), gap: 2 }, ramp: roundTicks(-end, end),
     click: (place) => { if (rowUnder(place)) choose(data.byName.get(nameOf(rowUnder(place)))); },
@@ -159,10 +159,10 @@ function drawDifferenceMap(column, there) {
       if (!changes.has(row)) return hideTip();
       return showTip(event, [[headName(row), null, row.of.reads], ["B − A", null, signed(changes.get(row), look.column.get(comparing.key))]]);
     },
-  }).setAttribute("aria-label", `Differences of ${column.title.toLowerCase()}, head by head; the table beside it has the largest`);
+  }).setAttribute("aria-label", `Differences in ${column.title.toLowerCase()}, head by head; the table beside it lists the largest`);
 }
 
-/** The heads of a layer in pairs, or of all layers those that changed most. */
+/** Lists the heads of one layer in A and B, or the heads of all layers that changed most. */
 function drawDifferenceTable(column, there) {
   const one = comparing.layer !== "";
   $("difference-title").textContent = one ? `${column.title}: the heads of layer ${comparing.layer}` : `${column.title}: the largest differences`;
@@ -179,9 +179,9 @@ function drawDifferenceTable(column, there) {
 
 // --- one head in both --------------------------------------------------------------------------
 
-let bothShown = [];  // the rows of the head in A and in B, for the listeners
+let bothShown = [];  // the data of the head in A and in B, for the event handlers
 
-/** The chosen head's text and map in A, in B, and their difference where both have the same cells. */
+/** Draws the chosen head's text and map in A and in B, and the difference of the maps if their cells are the same. */
 function drawBoth(both) {
   bothShown = both;
   const rows = runs.map((_, run) => sameHead(chosen(), run));
@@ -204,14 +204,14 @@ function drawBoth(both) {
   const { layer, map } = both[0];
   const change = mapRows(layer, both[1].map.map((value, place) => value - map[place]), (value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
   const says = {
-    title: `${headName(rows[0])}, B − A`, scale: "Change of the weight of each query (down) on each key (across): orange is more in B, blue more in A; square roots.",
+    title: `${headName(rows[0])}, B − A`, scale: "Change in the weight of each query (down) on each key (across): orange means more in B, blue more in A; square roots.",
     marks: [[-1, "−1"], [-0.5, "−0.25"], [0, "0"], [0.5, "0.25"], [1, "1"]], random: layer.isTwin,
   };
   drawMap("both-map-2", rows[0], layer, map, { small: true, says, grid: { z: change, low: -1, high: 1, stops: diverging() } })
-    .setAttribute("aria-label", "Difference of the two maps: orange where B has more weight, blue where A has");
+    .setAttribute("aria-label", "Difference of the two maps: orange where B has more weight, blue where A has more");
 }
 
-/** What the head does at a token in A and in B: one cursor for both texts. */
+/** Shows what the head does at a token in A and in B; both texts share one cursor. */
 function drawBothTold(at) {
   bothShown.forEach((rows, run) => {
     if (!rows) return;
@@ -226,11 +226,11 @@ function drawBothTold(at) {
   });
 }
 
-/** What the difference shows, and whether the two were looked at on different tokens. */
+/** Explains the difference of the maps, and says so if A and B have different tokens. */
 function aboutDifference([a, b]) {
   const differ = ["from", "to"].some((side) => a.layer[side].tokens.some((token, index) => token !== b.layer[side].tokens[index]));
   return (differ ? "The tokens differ between A and B: positions are compared, not words. " : "") +
-    "In the difference, orange is more weight in B, blue more in A; square roots, as in the maps.";
+    "In the difference, orange means more weight in B, blue more in A; colors follow the square root, as in the maps.";
 }
 
 export function connectCompare() {

@@ -1,4 +1,4 @@
-// Which heads read what other heads write, from the weights: layers down, an edge for each of the strongest pairs.
+// A graph of which heads read what other heads write, from the weights: layers from top to bottom, edges for the strongest pairs.
 
 import { $, el, switches } from "../shared/dom.js";
 import { showTip } from "../shared/tip.js";
@@ -11,9 +11,9 @@ import { picture } from "./save.js";
 import { drawLabelLegend } from "./scatter.js";
 import { chosen, state } from "./state.js";
 
-/** Of each kind its letter, and what of a later head reads what a head writes. */
+/** For each kind, its letter and the part of a later head that reads what a head writes. */
 const KINDS = { K: "keys", Q: "queries", V: "values" };
-const OWN = 2;  // pairs of the chosen head that are shown in any case, in which it writes, and in which it reads
+const OWN = 2;  // number of the chosen head's pairs that are always shown: this many where it writes, and where it reads
 const composing = { kind: "K", count: 0 };
 
 export const compositionView = {
@@ -32,7 +32,7 @@ export const compositionView = {
     $("composition-count").setAttribute("max", String(most));
     $("composition-count").value = $("composition-counted").textContent = String(count);
     $("composition-what").textContent = `An edge joins a head to a head of a later layer whose ${KINDS[composing.kind]} read what it writes. `
-      + "The score is ‖AB‖ / (‖A‖ ‖B‖), where A and B are the matrices of the two heads (Elhage et al. 2021); it comes from the weights alone, whatever the text. "
+      + "The score is ‖AB‖ / (‖A‖ ‖B‖), where A and B are the matrices of the two heads (Elhage et al. 2021); it depends on the weights alone, not on the text. "
       + `Two unrelated heads score about ${data.composition.unrelated.toFixed(3)}.`;
     const edges = shownEdges(pairs, count);
     drawGraph(edges);
@@ -48,7 +48,7 @@ function shownEdges(pairs, count) {
     .map(([from, to, score]) => ({ from, to, score, mine: from === state.row || to === state.row }));
 }
 
-/** A curve from a head down to another one. */
+/** The points of a curve from a head down to another one. */
 function curve(from, to) {
   return Array.from({ length: 17 }, (_, step) => {
     const t = step / 16;
@@ -90,7 +90,7 @@ function drawGraph(edges) {
     + `selected: ${headName(chosen())}. The table beside it has every edge`);
 }
 
-/** Every edge as a line of a table, the chosen head's first. */
+/** Draws the table of all edges, with those of the chosen head first. */
 function drawEdgeTable(edges) {
   const order = [...edges].sort((a, b) => Number(b.mine) - Number(a.mine) || b.score - a.score);
   $("composition-title").textContent = edges.some(({ mine }) => mine) ? `Strongest pairs, those of ${headName(chosen())} first` : "Strongest pairs";

@@ -1,4 +1,4 @@
-// One head: its map and the text together, its figures, offsets, entropy and token pairs.
+// One head: its map beside the text, and its metrics, distances, entropy and token pairs.
 
 import { roundTicks } from "../shared/chart.js";
 import { ofHead } from "../shared/codec.js";
@@ -20,7 +20,7 @@ import { headRows, strongest } from "./weights.js";
 import { figure, rounded, tokenCode, tokenName } from "./words.js";
 
 /** @type {HeadRows} */
-let headShown;  // the rows of the head that is drawn, for its listeners
+let headShown;  // the data of the head that is drawn, for the event handlers
 
 export const headView = {
   title: "Head",
@@ -65,7 +65,7 @@ function drawTitle() {
   switches($("scales"), "scale", SCALES, state.scale, (scale) => { state.scale = scale; remember(); redraw(); });
 }
 
-/** The row of the chosen query, framed. */
+/** The frame around the row of the chosen query. */
 function queryFrame() {
   const { layer } = headShown;
   const query = chosenQuery();
@@ -85,11 +85,11 @@ function drawWholeMap() {
     zoom: (ranges) => { state.ranges = ranges; remember(); drawWholeMap(); },
   });
   box.setAttribute("aria-label",
-    `Attention map of ${headName(chosen())}, ${layer.rows.cells} by ${layer.cols.cells} cells; the text beside it has the chosen query's keys`);
+    `Attention map of ${headName(chosen())}, ${layer.rows.cells} by ${layer.cols.cells} cells; the text beside it shows the chosen query's keys`);
   $("zoom-out").disabled = $("zoom-whole").disabled = state.ranges === undefined;
 }
 
-/** Zooms by a factor round the chosen query and the key it looks at most; 0 shows the whole map. */
+/** Zooms by a factor around the chosen query and the key that it attends to most; 0 shows the whole map. */
 function zoom(factor) {
   const { layer } = headShown;
   const before = state.ranges ?? wholeRanges(layer);
@@ -159,7 +159,7 @@ function drawEntropy() {
 }
 
 /**
- * Pairs of token texts, query and key, by the mass between them in all.
+ * Pairs of query and key tokens, sorted by their total weight.
  * @param {HeadRows} rows
  */
 function tokenPairs({ layer, kept, ...rest }) {

@@ -1,4 +1,4 @@
-// The header: what was looked at.
+// The header: the model, the input and the losses.
 
 import { $, el } from "../shared/dom.js";
 import { counted, whole } from "../shared/words.js";
@@ -37,5 +37,5 @@ export function drawHeader() {
   $("notice").textContent = made.notice ?? "";
 }
 
-/** The losses of a look in words; undefined where none is known. */
+/** The losses of a look in words; undefined if none is known. */
 export const lossOf = ({ made }) => made.find(([name]) => name === "Loss")?.[1];

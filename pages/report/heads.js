@@ -1,4 +1,4 @@
-// The overview: every head at the left, the story of the chosen one beside it, and the heads most worth a look.
+// The overview: every head on the left, the story of the chosen one beside it, and the heads most worth seeing.
 
 import { cellColor, frame, paintCells, roundTicks } from "../shared/chart.js";
 import { numbers } from "../shared/codec.js";
@@ -30,9 +30,9 @@ export const headsView = {
   },
 };
 
-let maps = [];  // of each layer, for the poster
+let maps = [];  // the maps of each layer, for the poster
 
-/** Statistics that stand beside the menu of all: of these, the first five that are there. */
+/** Metrics that have their own button besides the menu: the first five of these that are available. */
 const FAVOURITES = ["ablation", "importance", "entropy", "previous", "induction_random", "first", "max_logit", "same_token", "distance"];
 
 function drawStatistics() {
@@ -57,7 +57,7 @@ function chooseStatistic(key) {
 /** Blue below zero, orange above, the panel's own color at zero. */
 export const diverging = () => ["--low", "--panel", "--high"].map(css);
 
-/** The colors of a figure and what the ends stand for: shares are 0 to 1, so that maps can be compared. */
+/** The color scale of a metric and its ends: 0 to 1 for fractions, so that maps can be compared. */
 function colors(column, values) {
   if (column.unit === "share") return { low: 0, high: 1, stops: VIRIDIS };
   const [low, high] = [Math.min(...values, Infinity), Math.max(...values, -Infinity)];
@@ -69,7 +69,7 @@ function colors(column, values) {
   return { low: least, high: Math.max(high, least + 1e-9), stops: VIRIDIS };
 }
 
-/** Layers by heads, with `cell(row)` in each; null where a layer has no such head. */
+/** A grid of layers by heads with the values of `cell(row)`; null where a layer has no such head. */
 export function headsGrid(cell, look = data) {
   const grid = look.layers.map(() => Array(look.width).fill(null));
   for (const row of look.rows) grid[row.layer][row.head] = cell(row) ?? null;
@@ -85,11 +85,11 @@ function headsCells() {
   return { gap: 2, z, fill: (index) => labelColor(data.labels[index]) };
 }
 
-const STRIP = 17;   // pixels of a cell's head, where its label stands
+const STRIP = 17;   // height in pixels of the top of a cell, which shows its label
 const POSTER = " Queries down, keys across; lighter is more weight.";
-const LEAST = 16;   // pixels of the smallest map that shows something
+const LEAST = 16;   // side in pixels of the smallest useful map
 
-/** The pixels of a cell of the map of heads, with a small map in it where that fits: `[across, tall, side]`. */
+/** The size in pixels of a cell, and of the small map in it (0 if none fits): `[across, tall, side]`. */
 function cellSizes() {
   const across = ($("heads").clientWidth - headsMargin(false).l - headsMargin(false).r) / data.width;
   const tall = Math.min(across + STRIP - 2, 560 / data.layers.length);
@@ -99,7 +99,7 @@ function cellSizes() {
 const posterSide = () => cellSizes()[2];
 
 /**
- * Every head's map, small, as one picture over the cells of the labels.
+ * A small map of every head, as one picture over the cells of the labels.
  * @param {ChartSpec} spec
  * @param {number} side
  */
@@ -123,7 +123,7 @@ function posterMarks({ area, toX, toY }, side) {
   return [drawn("image", { ...area, href: canvas.toDataURL() })];
 }
 
-/** What is written in cells so many pixels wide and high: a figure, or the label's glyph and its name. */
+/** The text in cells of `across` by `tall` pixels: a value, or the label's glyph and name. */
 function headsWords(grid, across, tall, side) {
   const column = data.column.get(state.statistic);
   if (across < (column ? 34 : 13) || tall < 13) return [];
@@ -135,16 +135,16 @@ function headsWords(grid, across, tall, side) {
   });
 }
 
-/** A layer on an axis: its number, and what it reads where models have more than one kind. */
+/** The name of a layer on an axis: its number, after its input if the model has more than one kind of layer. */
 export const layerName = (index, look = data) => `${look.layers[index].reads} ${index}`.trim();
 export const layersTitle = (look = data) => (look.read.length > 1 ? "" : "layer");
-/** The room in pixels that the names of layers take. */
+/** The width in pixels of the names of layers. */
 export const namesRoom = (look = data) => Math.min(150, 46 + 6.5 * Math.max(...look.layers.map(({ reads }) => reads.length)));
 
-/** The room beside a map of heads for the names of layers and, with `bar`, the color bar. */
+/** The margins of a map of heads, with space for the names of layers and, with `bar`, for the color bar. */
 export const headsMargin = (bar, look = data) => ({ l: namesRoom(look), r: bar ? 52 : 6, t: 6, b: 40 });
 
-/** Axes of layers by heads, in a box so many pixels wide; the frame is round `row`. */
+/** The layout of a chart of layers by heads that is `width` pixels wide, with a frame around `row`. */
 export function headsLayout(width, margin, row, look = data) {
   const count = look.layers.length;
   const every = (room, most) => Math.max(1, Math.ceil(most / room));
@@ -169,8 +169,8 @@ function drawHeads() {
   const [across, tall] = [(width - margin.l - margin.r) / data.width, (layout.height - margin.t - margin.b) / data.layers.length];
   const box = picture("heads", {
     ...layout, grid, words: headsWords(grid, across, tall, side), over: side ? (spec) => posterMarks(spec, side) : undefined, ramp: column ? roundTicks(grid.low, grid.high) : undefined,
-    says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
-      : { title: side ? "The attention map of every head" : "The first label of every head", scale: `A cell is a head; its color and sign are its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+    says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "fractions of the weight" : column.unit}.` }
+      : { title: side ? "The attention map of every head" : "The first label of every head", scale: `Each cell is a head; its color and glyph show its first label.${side ? POSTER : ""}`, labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
     click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
     hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
     leave: () => peek({}),
@@ -185,23 +185,23 @@ function drawHeads() {
 }
 
 /**
- * Whether a rule could be evaluated for any head.
+ * Returns true if a rule could be evaluated for at least one head.
  * @param {Rule} rule
  */
 export const evaluated = ({ key, given }) => data.rows.some((row) => [key, ...(given ? [given[0]] : [])].every((one) => typeof row[one] === "number"));
 /**
- * Whether a rule is of the first token where that is the class token, whose label has another name.
+ * Returns true if a rule is about the first token and that is the class token, whose label has a different name.
  * @param {Rule} rule
  */
 export const ofClass = ({ key }) => key === "first" && data.rows.every(({ cls }) => typeof cls === "number");
 
-/** The labels, and how many heads have them; one can be singled out. Glyphs stand there where the map shows labels, and those of no head are named. */
+/** Draws the labels with their numbers of heads; one can be selected. With labels on the map, it adds glyphs and lists unused labels. */
 function drawLegend() {
   const ofLabels = state.statistic === "label";
   const counts = data.labels.map((name) => ({ name, count: data.rows.filter((row) => hasLabel(row, name)).length }));
   const lines = counts.filter(({ count }) => count).map(({ name, count }) => {
     const first = data.rows.filter((row) => firstLabel(row) === name).length;
-    const further = first < count ? el("small", {}, ` (${whole(count - first)} as a further label)`) : "";
+    const further = first < count ? el("small", {}, ` (${whole(count - first)} as an additional label)`) : "";
     const button = el("button", { type: "button", "aria-pressed": String(state.only === name) },
       ...(ofLabels ? [glyph(name)] : []), `${name} `, el("b", {}, whole(count)), further);
     button.addEventListener("click", () => {
@@ -224,7 +224,7 @@ export function connectHeads() {
   moveByKeys("heads");
 }
 
-/** Lets arrow keys in a box of heads, layers down, choose the head beside the chosen one. */
+/** Lets the arrow keys choose a neighboring head in a chart of heads with layers from top to bottom. */
 export function moveByKeys(id) {
   $(id).addEventListener("keydown", (event) => {
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];

@@ -1,4 +1,4 @@
-// Labels: each has a color and a glyph of its own, the same on every page and in every picture.
+// Labels: each has its own color and glyph, the same on every page and in every picture.
 
 import { $, dark, el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
@@ -10,7 +10,7 @@ const styles = JSON.parse($("styles").textContent);
 const noStyle = styles.find(({ label }) => label === NONE);
 const named = styles.filter((style) => style !== noStyle);
 
-/** The style of a label; one that is not known here takes the style of its place in the look's list. */
+/** The style of a label; an unknown label gets the style with its index in the look's list of labels. */
 export function styleOf(name) {
   return styles.find(({ label }) => label === name) ?? named[Math.max(0, data.labels.indexOf(name)) % named.length];
 }
@@ -19,7 +19,7 @@ export const labelColor = (name) => styleOf(name)[dark.matches ? "dark" : "light
 
 const CIRCLE = "M6 1.5a4.5 4.5 0 1 0 0 9a4.5 4.5 0 1 0 0 -9z";
 
-/** The glyph of a point: of a head without a label, a circle. */
+/** The glyph of a point: a circle for a head without a label. */
 export const pointGlyph = (name) => (name === NONE ? CIRCLE : styleOf(name).glyph);
 
 /** A label's glyph in its color. */
@@ -30,7 +30,7 @@ export function glyph(name, path = styleOf(name).glyph) {
 }
 
 /**
- * Each label of a head: what such a head does, and the figure that gave it.
+ * A line for each label of a head: what such a head does, and the metric that the label is based on.
  * @param {Row} row
  */
 export function labelLines(row) {
@@ -50,21 +50,21 @@ export function labelLines(row) {
   });
 }
 
-/** Over how many random rows, or texts, a figure is a mean; nothing of one text. */
+/** A phrase with the number of random rows or texts that a metric is averaged over; empty for one text. */
 export function overRows(key) {
   const { random_rows: rows, random_period: period, texts } = data.provenance;
   if (key.endsWith("_random")) return rows ? `, a mean over ${counted(rows, "row")} of ${period} repeated random tokens` : "";
   return texts > 1 ? `, a mean over ${counted(texts, "text")}` : "";
 }
 
-/** A head's label for a cell so many pixels wide. */
+/** A head's label, in its short form if a cell `across` pixels wide is too narrow. */
 export function brief(row, across) {
   const name = firstLabel(row);
   if (name === NONE) return "–";
   return across < 8 * name.length + 24 ? data.rules.find((rule) => rule.label === name)?.brief ?? name : name;
 }
 
-/** A figure's short name, which says so where it is one of repeated random tokens. */
+/** A metric's short name, marked if it is measured on repeated random tokens. */
 export const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (repeated)` : short);
 
 /** A button with the name of a head, such as `L5H3`. */
@@ -75,7 +75,7 @@ export function headButton(row, act, kind = "plain") {
 }
 
 /**
- * What a tip says of a head.
+ * The tooltip lines for a head.
  * @param {Row} row
  * @param {Column} [column]
  */

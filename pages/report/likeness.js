@@ -1,4 +1,4 @@
-// How alike heads are, in pairs.
+// The similarity of pairs of heads.
 
 import { reframe, roundTicks } from "../shared/chart.js";
 import { numbers } from "../shared/codec.js";
@@ -33,18 +33,18 @@ export const likenessView = {
   },
 };
 
-/** How alike rows a and b are, from the pairs above the diagonal; NaN where they cannot be compared. */
+/** The similarity of rows a and b, from the stored pairs above the diagonal; NaN if they cannot be compared. */
 function alike(values, a, b) {
   if (a === b) return 1;
   const [low, high] = a < b ? [a, b] : [b, a];
   return values[low * data.rows.length - (low * (low + 1)) / 2 + high - low - 1];
 }
 
-/** Every pair in the order of `likeness.rows`. */
+/** The similarity of every pair, with heads in the order of `likeness.rows`. */
 function likenessGrid(values) {
   const { rows } = likeness;
   const count = rows.length;
-  const start = rows.map((_, a) => a * count - (a * (a + 1)) / 2 - a - 1);  // of the pairs of a, less a + 1
+  const start = rows.map((_, a) => a * count - (a * (a + 1)) / 2 - a - 1);  // index of the first pair of a, minus a + 1, so that adding b gives the pair
   return rows.map((a, i) => {
     const line = new Float32Array(count);
     for (let j = 0; j < count; j++) {
@@ -55,7 +55,7 @@ function likenessGrid(values) {
   });
 }
 
-/** Rows one after another, each the most alike to the one before of those left. */
+/** Rows in greedy order: each is the remaining row that is most similar to the one before it. */
 function chain(values) {
   const left = new Set(data.rows.keys());
   const found = [0];
@@ -96,7 +96,7 @@ function drawLikeness(values) {
         if (!a || !b) return;
         const value = z[line][column];
         const shown = Number.isNaN(value) ? "–" : value.toFixed(2);
-        showTip(event, [[headName(a), null, allLabels(a)], [headName(b), null, allLabels(b)], ["likeness", null, shown]]);
+        showTip(event, [[headName(a), null, allLabels(a)], [headName(b), null, allLabels(b)], ["similarity", null, shown]]);
       },
     });
   } else reframe("likeness", likenessFrame());
@@ -118,7 +118,7 @@ function drawAlike(values) {
   $("alike").replaceChildren(...found.map(([row, value]) => headLine(data.rows[row], value.toFixed(2), row)));
 }
 
-/** A line of a list of heads: figure, head, label. */
+/** A list item for a head: value, name, labels. */
 export function headLine(row, value, index) {
   return el("li", {}, el("b", {}, value), headButton(row, () => choose(index)), el("small", {}, allLabels(row)));
 }

@@ -1,25 +1,25 @@
-// The looks that the page shows, with what all views need of them.
+// The looks that the page shows, with the data that all views need.
 
 export const NONE = "unlabeled";
-const TEXTS = ["text", "image", "encoder", "decoder"];  // other streams are places that a layer numbers anew
+const TEXTS = ["text", "image", "encoder", "decoder"];  // other streams are positions that a layer numbers itself
 /** @type {Look[]} */
 export let runs = [];  // one look, or the two that are compared
 /** @type {Look} */
 export let data;       // the look that is shown
 
-/** Makes the looks `found` those of the page. */
+/** Sets the looks of the page to `found`. */
 export function setRuns(found) {
   runs = found.map(prepare);
   data = runs[0];
 }
 
-/** Makes look `run` the one that is shown. */
+/** Selects look `run` as the one that is shown. */
 export function showData(run) {
   data = runs[run];
 }
 
 /**
- * How `count` tokens lie in `cells` blocks: token i in cell floor(i·cells/count), as `Map` cuts them.
+ * The division of `count` tokens into `cells` blocks: token i is in cell floor(i·cells/count), as in Python's `Map`.
  * @param {number} count
  * @param {number} cells
  * @returns {Axis}
@@ -34,7 +34,7 @@ export function blocks(count, cells) {
 }
 
 /**
- * Adds to a look what all views need: rows by place, each row's layer, label names, the layers' lengths, streams read.
+ * Adds the data that all views need to a look: rows by place, each row's layer, label names, layer axes, and the streams read.
  * @param {Look} look
  */
 function prepare(look) {
@@ -46,7 +46,7 @@ function prepare(look) {
   look.places = new Map(look.rows.map((row, index) => [`${row.layer}.${row.head}`, index]));
   look.byName = new Map(look.rows.map((row, index) => [`${row.module}.${row.head}`, index]));
   look.width = Math.max(...look.rows.map(({ head }) => head + 1));
-  for (const stream of look.repeats) stream.apart = true;  // random tokens are no text: each stands by itself
+  for (const stream of look.repeats) stream.apart = true;  // random tokens are not a text: each is shown separately
   for (const stream of look.streams) stream.positions = !TEXTS.includes(stream.name);
   look.read = look.streams.filter((_, index) => look.layers.some(({ queries, keys }) => queries === index || keys === index));
   for (const layer of look.layers) {
@@ -55,7 +55,7 @@ function prepare(look) {
     layer.rows = blocks(layer.from.tokens.length, n);
     layer.cols = blocks(layer.to.tokens.length, m);
     if (layer.repeat) layer.twin = twin(layer, look);
-    // What it reads, said only where a model has more than one kind of layer.
+    // The input that the layer reads, stated only if the model has more than one kind of layer.
     layer.reads = look.read.length === 1 ? "" : layer.kind === "cross" ? "cross" : layer.from.name;
   }
   const labels = new Set(look.rules.map(({ label }) => label));
@@ -68,7 +68,7 @@ function prepare(look) {
 }
 
 /**
- * The layer as it is on repeated random tokens: another text, and whole maps alone.
+ * The layer on repeated random tokens: it has other tokens and only whole maps.
  * @param {Layer} layer
  * @param {Look} look
  * @returns {Layer}
@@ -76,7 +76,7 @@ function prepare(look) {
 function twin(layer, look) {
   const [from, to] = [look.repeats[layer.queries], look.repeats[layer.keys]];
   const axis = blocks(from.tokens.length, from.tokens.length);
-  const most = layer.visible && Math.max(...layer.visible);  // of a window
+  const most = layer.visible && Math.max(...layer.visible);  // the size of a window
   const visible = most && from.tokens.map((_, query) => Math.min(most, layer.causal ? query + 1 : axis.count));
   return { ...layer, from, to, rows: axis, cols: axis, maps: layer.repeat, top_keys: null, received: null, visible, isTwin: true };
 }
@@ -87,7 +87,7 @@ export const firstLabel = (row) => row.labels[0]?.label ?? NONE;
 export const allLabels = (row) => (row.labels.length ? row.labels.map(({ label }) => label).join(", ") : NONE);
 
 /**
- * The values of a figure that are there.
+ * The known values of a metric.
  * @param {Row[]} rows
  * @param {string} key
  */

@@ -1,4 +1,4 @@
-// The start: unpack, choose, draw the view that the address names.
+// Entry point: unpacks the results, and draws the view that the address names.
 
 import { numbers, unpackText } from "../shared/codec.js";
 import { $, dark, showError } from "../shared/dom.js";
@@ -24,7 +24,7 @@ import { connectTable, tableView } from "./table.js";
 import { tellingToken } from "./telling.js";
 import { headRows } from "./weights.js";
 
-const NARROW = 860;  // pixels, as in the style sheet: heads come before the story's map
+const NARROW = 860;  // pixels, as in the style sheet: up to this width, the story's map starts folded
 
 async function start() {
   if (!("DecompressionStream" in window)) throw new Error("this browser is too old for this page; use a version from 2023 or later");
@@ -62,7 +62,7 @@ async function start() {
   (window.requestIdleCallback ?? setTimeout)(unpackAhead);
 }
 
-/** Unpacks what other views draw, while nobody waits for it. */
+/** Unpacks the data of other views while the page is idle. */
 async function unpackAhead() {
   for (const layer of data.layers) await numbers(layer.maps);
   if (data.similarity) await numbers(data.similarity);

@@ -1,4 +1,4 @@
-// A head's attention map: its weights, how they are drawn, and the rows of single tokens.
+// A head's attention map: its color scale, ticks and tooltip.
 
 import { $ } from "../shared/dom.js";
 import { VIRIDIS } from "../shared/draw.js";
@@ -11,10 +11,10 @@ import { cellLabel, cellPlace, tokenName } from "./words.js";
 
 export const shade = (value) => (state.scale === "linear" ? value : Math.sqrt(value));
 
-/** The weight that has the full color: 1, or the largest of a row. */
+/** The weight that is drawn in full color: 1, or the largest of a row. */
 export const fullColor = (weights) => (state.scale === "row" ? Math.max(...weights, 1e-9) : 1);
 
-/** What colors stand for, in words; `top` has the full color. */
+/** Describes the color scale; `top` is the weight in full color. */
 export function scaleWords(top) {
   const full = state.scale === "row" ? `the largest weight here, ${weight(top)}` : "a weight of 1";
   return `Full color is ${full}${state.scale === "linear" ? "" : "; colors follow the square root"}.`;
@@ -26,7 +26,7 @@ export const SCALES = [
   ["row", "row maximum", "Colors relative to the largest weight of each row, so that heads with spread-out attention are visible"],
 ];
 
-/** Whether all keys of a cell come after all its queries. */
+/** Returns true if the layer is causal and all keys of a cell come after all its queries. */
 export const ahead = (layer, i, j) => layer.causal && layer.cols.start(j) >= layer.rows.start(i + 1);
 
 /**
@@ -45,7 +45,7 @@ export function mapRows(layer, map, write) {
   });
 }
 
-/** As many ticks as can be read in `room` pixels over the visible range, of `most` letters. */
+/** As many ticks as are readable in `room` pixels over the visible range, each with at most `most` characters. */
 function tokenTicks(stream, axis, range, room, most) {
   const [low, high] = [Math.max(0, Math.ceil(Math.min(...range))), Math.min(axis.cells - 1, Math.floor(Math.max(...range)))];
   const step = Math.max(1, Math.ceil((high - low + 1) / Math.max(3, room / 15)));
@@ -56,15 +56,15 @@ function tokenTicks(stream, axis, range, room, most) {
 
 export const wholeRanges = (layer) => ({ xaxis: [-0.5, layer.cols.cells - 0.5], yaxis: [layer.rows.cells - 0.5, -0.5] });
 
-/** Weights to mark on the bar of a map's colors. */
+/** The ticks of a map's color bar. */
 function weightMarks() {
   if (state.scale === "row") return [0, 0.1, 0.5, 1].map((share) => [shade(share), percent(share)]);
   return (state.scale === "linear" ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]).map((mark) => [shade(mark), String(mark)]);
 }
 
 /**
- * Draws a head's map in the box `id`. A `small` one has no bar of colors, and no ticks but with `ticks`;
- * `grid` replaces weights and colors; the rest is the chart's.
+ * Draws a head's map in the element `id`. A `small` map has no color bar, and ticks only with `ticks`;
+ * `grid` replaces the weights and colors; other options are passed to the chart.
  * @param {string} id
  * @param {Row} row
  * @param {Layer} layer
@@ -91,12 +91,12 @@ export function drawMap(id, row, layer, map, { small = false, ticks = !small, gr
     grid: grid ?? { z: mapRows(layer, map), low: 0, high: 1, stops: VIRIDIS }, ramp: small ? undefined : weightMarks(),
     says: {
       title: `${run && `${run}: `}${headName(row)}, ${allLabels(row)}`, marks: weightMarks(), random: layer.isTwin,
-      scale: `Weight of each query (down) on each key (across); ${state.scale === "row" ? "full color is the largest of a row" : "full color is a weight of 1"}.`,
+      scale: `Weight of each query (down) on each key (across); ${state.scale === "row" ? "full color is the largest weight of a row" : "full color is a weight of 1"}.`,
     }, ...rest,
   });
 }
 
-/** Says what a cell is, beside the pointer. */
+/** Shows a tooltip that describes a cell. */
 export function mapTip(event, { column, row: line }, layer, map) {
   if (column < 0 || line < 0 || column >= layer.cols.cells || line >= layer.rows.cells) return hideTip();
   return showTip(event, [

@@ -15,7 +15,7 @@ import { ahead } from "./map.js";
 import { picture } from "./save.js";
 import { chosen, state } from "./state.js";
 
-const CELLS = 1_100_000;  // the most cells of the mosaic
+const CELLS = 1_100_000;  // maximum number of cells in the mosaic
 
 export const mosaicView = {
   title: "All maps",
@@ -33,11 +33,11 @@ export const mosaicView = {
 
 const mosaic = { order: "layer", places: [], columns: 0, lines: 0, square: 0, side: 0, step: 0, drawn: "" };
 
-/** The rows in the order of their first labels. */
+/** Row indices sorted by first label. */
 export const byLabel = () => data.rows.map((_, index) => index).sort((a, b) =>
   data.labels.indexOf(firstLabel(data.rows[a])) - data.labels.indexOf(firstLabel(data.rows[b])) || a - b);
 
-/** Where each row's tile lies: a grid of layers by heads, or lines filled one after another. */
+/** The [line, column] of each row's tile: a grid of layers by heads, or lines filled one after another in label order. */
 function mosaicPlaces() {
   if (mosaic.order === "layer") return data.rows.map(({ layer, head }) => [layer, head]);
   const columns = Math.max(data.width, Math.ceil(Math.sqrt(data.rows.length)));
@@ -46,7 +46,7 @@ function mosaicPlaces() {
   return places;
 }
 
-/** Writes a head's map into the grid `z` as `side` by `side` cells: the largest weight of those that fall into one. */
+/** Writes a head's map into the grid `z` as `side` by `side` cells; each shows the largest weight in its area. */
 export function writeTile(z, top, left, layer, map, side) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
   const [down, across] = [Math.max(n, side), Math.max(m, side)];
@@ -65,7 +65,7 @@ export function writeTile(z, top, left, layer, map, side) {
   }
 }
 
-/** Lays the tiles out in a box so many pixels wide: places, how many cells a tile has, and its size in pixels. */
+/** Lays the tiles out in a box `room` pixels wide: sets their places, their number of cells and their size in pixels. */
 function layTiles(room) {
   mosaic.places = mosaicPlaces();
   mosaic.columns = 1 + Math.max(...mosaic.places.map(([, column]) => column));
@@ -73,7 +73,7 @@ function layTiles(room) {
   mosaic.square = Math.min(room / mosaic.columns, 220);
   const sides = [...new Set(data.layers.flatMap(({ rows, cols }) => [rows.cells, cols.cells]))];
   const most = Math.min(1.5 * mosaic.square, Math.sqrt(CELLS / (mosaic.columns * mosaic.lines)) - 1);
-  // Cells of a tile are those of its map where all maps have as many; else they are small, and maps of any size fit.
+  // If all maps have the same size, a tile has at most as many cells as its map; otherwise it has more, so that maps of any size fit.
   mosaic.side = Math.max(6, Math.floor(Math.min(most, sides.length === 1 ? sides[0] : 4 * Math.max(...sides))));
   mosaic.step = mosaic.side + Math.max(1, Math.round(mosaic.side / 24));
 }
@@ -91,7 +91,7 @@ function mosaicCells(maps) {
   return z;
 }
 
-/** Ticks in the middle of tiles, as many as can be read; none where tiles are not in order of layers and heads. */
+/** Ticks at the middle of tiles, as many as are readable; none if tiles are not ordered by layer and head. */
 function tileAxis(count, title, name = (/** @type {number} */ number) => String(number)) {
   if (mosaic.order !== "layer") return {};
   const every = Math.max(1, Math.ceil(20 / mosaic.square));
@@ -126,7 +126,7 @@ function drawMosaic(maps) {
   });
 }
 
-/** The row whose tile lies under a point. */
+/** The index of the row whose tile is at a point. */
 function tileAt({ x, y }) {
   const [line, column] = [Math.floor(y / mosaic.step), Math.floor(x / mosaic.step)];
   return mosaic.places.findIndex(([a, b]) => a === line && b === column);
@@ -139,6 +139,6 @@ function tileFrame() {
 }
 
 function drawMosaicTitle() {
-  $("mosaic-head").replaceChildren(el("b", {}, headName(chosen())), `: ${allLabels(chosen())}. `, el("a", { href: address("head") }, "Show it"));
+  $("mosaic-head").replaceChildren(el("b", {}, headName(chosen())), `: ${allLabels(chosen())}. `, el("a", { href: address("head") }, "Show this head"));
   $("mosaic").setAttribute("aria-label", `Maps of all ${counted(data.rows.length, "head")}; selected: ${headName(chosen())}`);
 }

@@ -1,4 +1,4 @@
-// How far a head looks: the share at each distance, of patches in rows and columns.
+// Attention distance: the fraction of the weight at each distance; for patches, by rows and columns.
 
 import { roundTicks, turnedRoom } from "../shared/chart.js";
 import { $ } from "../shared/dom.js";
@@ -11,7 +11,7 @@ import { chosen } from "./state.js";
 import { tokenWeights, topKeys } from "./weights.js";
 import { beforePatches } from "./words.js";
 
-/** The bins of distances as `4–7`, or `−7…−4` ahead of the query. */
+/** The names of the distance bins, such as `4–7`, or `−7…−4` for keys ahead of the query. */
 function binNames(starts) {
   const name = (distance) => `${distance}`.replace("-", "−");
   return starts.map((first, index) => {
@@ -21,14 +21,14 @@ function binNames(starts) {
   });
 }
 
-/** Draws how far the chosen head looks; `rows` are its own. */
+/** Draws the attention distance of the chosen head, from its `rows`. */
 export function drawOffsets(rows) {
   const { offsets } = rows;
   const layer = chosen().of;
   $("offsets-panel").hidden = !offsets && !layer.from.grid;
   if (layer.from.grid) return drawPatchOffsets(rows);
   if (!offsets) return undefined;
-  // From the farthest ahead that this layer can see to the farthest back.
+  // From the farthest key ahead that this layer can attend to, to the farthest key back.
   const first = data.offsets.findIndex((_, bin) => (data.offsets[bin + 1] ?? Infinity) > (layer.causal ? 0 : 1 - layer.cols.count));
   const end = data.offsets.filter((start) => start < layer.rows.count).length;
   const names = binNames(data.offsets).slice(first, end);
@@ -51,7 +51,7 @@ export function drawOffsets(rows) {
 }
 
 /**
- * Of an image's patches, the share of the weight so many rows and columns away, from −(n − 1) to n − 1 of both.
+ * For an image's patches, the fraction of the weight at each row and column offset, from −(n − 1) to n − 1 in both.
  * @param {HeadRows} rows
  */
 function patchOffsets({ layer, ...rest }) {

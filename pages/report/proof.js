@@ -1,4 +1,4 @@
-// The proof of a label: where its pattern lies in a map, how much of the weight is there, and the share at each offset.
+// The evidence for a label: where its pattern is in a map, how much weight is there, and the weight at each offset.
 
 import { roundTicks } from "../shared/chart.js";
 import { $ } from "../shared/dom.js";
@@ -9,11 +9,11 @@ import { data } from "./look.js";
 import { picture } from "./save.js";
 import { figure } from "./words.js";
 
-/** How far from the query the key of a figure is. */
+/** The offset of the key from the query for each positional metric. */
 export const OFFSET_OF = { back_3: -3, back_2: -2, previous: -1, self: 0, next: 1, ahead_2: 2, ahead_3: 3 };
 
 /**
- * Where random tokens begin to come again: the first, the end, and after how many.
+ * Where random tokens repeat: the first position, the end, and the number of tokens before they repeat.
  * @param {Stream} stream
  */
 export function repeatOf({ tokens, special }) {
@@ -27,8 +27,8 @@ export function repeatOf({ tokens, special }) {
 }
 
 /**
- * Where a label's weight is expected: in words, and as lines `[key, query, key, query]` from cell to cell; undefined where
- * it is no line.
+ * The place where a label's weight is expected: in words, and as lines `[key, query, key, query]` from cell to cell; undefined if
+ * it is not a line.
  * @param {Label} label
  * @param {Layer} layer
  * @returns {{ where: string, lines: number[][] } | undefined}
@@ -54,15 +54,15 @@ export function expected({ label, key }, layer) {
   };
 }
 
-/** A head's first label that is a line on this map, and where that is. */
+/** A head's first label whose pattern is a line on this map, and where that line is. */
 function shownLabel(row, layer) {
   return row.labels.map((label) => ({ label, ...expected(label, layer) })).find(({ lines }) => lines);
 }
 
-/** The guides of a head's first label that is a line on this map. */
+/** The guide lines of a head's first label whose pattern is a line on this map. */
 export const guidesOf = (row, layer) => shownLabel(row, layer)?.lines ?? [];
 
-/** The mean weight of a map on lines of cells. */
+/** The mean weight of a map along lines of cells. */
 function massOn(lines, layer, map) {
   let [sum, count] = [0, 0];
   for (const [key, query, end, last] of lines) {
@@ -73,7 +73,7 @@ function massOn(lines, layer, map) {
 }
 
 /**
- * What the dashed line is, and how much of the weight lies on it here.
+ * Explains the dashed line, and says how much of the weight is on it here.
  * @param {Row} row
  * @param {Layer} layer
  * @param {Float32Array} map
@@ -85,12 +85,12 @@ export function guideWords(row, layer, map) {
     return hidden && !layer.isTwin && row.of.twin ? `Its label ${hidden.label} is based on repeated random tokens; switch to them to see the pattern.` : "";
   }
   const { label, where, lines } = shown;
-  const mean = overRows(label.key);  // the label's figure is of more than this piece
-  return `Dashed: where a head labeled ${label.label} attends, ${where}. On ${pieceName(layer)}, ${figure(massOn(lines, layer, map))} of a query’s weight `
-    + `lies on it on average${mean ? `; the label’s ${figure(label.score, data.column.get(label.key))} is ${mean.slice(2)}` : ""}.`;
+  const mean = overRows(label.key);  // the label's score covers more than the input shown
+  return `Dashed: where a head labeled ${label.label} attends (${where}). On ${pieceName(layer)}, ${figure(massOn(lines, layer, map))} of a query’s weight `
+    + `is on it, on average${mean ? `; the label’s ${figure(label.score, data.column.get(label.key))} is ${mean.slice(2)}` : ""}.`;
 }
 
-/** The piece that a layer is shown on, in words. */
+/** The input that a layer is shown on, in words. */
 function pieceName(layer) {
   if (!layer.isTwin) return data.provenance.texts > 1 ? "the first text" : layer.from.grid ? "this image" : "this text";
   const { first, period } = repeatOf(layer.from);
@@ -98,7 +98,7 @@ function pieceName(layer) {
   return `this piece of ${whole(period)} ${new Set(tokens).size === period ? "different " : ""}random tokens${tokens.every((token) => /^\s*\p{L}+$/u.test(token)) ? ", all made of letters" : ""}`;
 }
 
-/** The shares at offsets from 3 back to 3 ahead, which positional labels come from. */
+/** Draws the weight at offsets from 3 back to 3 ahead, on which positional labels are based. */
 export function drawProfile(row) {
   const there = Object.entries(OFFSET_OF).filter(([key]) => typeof row[key] === "number");
   $("profile-panel").hidden = there.length < 2 || Boolean(row.of.from.grid);

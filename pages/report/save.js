@@ -1,4 +1,4 @@
-// A chart as a file, and a link to what is shown.
+// Saving a chart as a file, and copying a link to the current view.
 
 import { chart, lettering, rampMarks } from "../shared/chart.js";
 import { $, css, el } from "../shared/dom.js";
@@ -8,10 +8,10 @@ import { labelColor, styleOf } from "./labels.js";
 import { data, runs } from "./look.js";
 import { chosen, embedded, savedName, state } from "./state.js";
 
-const LEAST = 340;  // pixels of a saved picture's width, so that its words fit
+const LEAST = 340;  // minimum width of a saved picture in pixels, so that its text fits
 const LINE = 17;
 
-/** Words in lines of about so many pixels. */
+/** Wraps words into lines of about `width` pixels. */
 function inLines(words, width) {
   const most = Math.max(20, Math.floor(width / 6.7));
   return words.split(" ").reduce((lines, word) => {
@@ -23,7 +23,7 @@ function inLines(words, width) {
 }
 
 /**
- * What a picture is of, once it is alone: [title, what its scale is, the model and the text].
+ * The caption of a saved picture: [title, scale, model and text].
  * @param {Box} box
  */
 function caption(box) {
@@ -35,14 +35,14 @@ function caption(box) {
     `${source}${random ? ", on repeated random tokens" : ""}. headwise look`].filter(Boolean);
 }
 
-/** A saved picture's title and words: lines `[text, attributes]`. */
+/** A saved picture's title and caption, as lines `[text, attributes]`. */
 function captionLines(box, width) {
   const [title, ...rest] = caption(box);
   const plain = rest.flatMap((words) => inLines(words, width - 20)).map((text) => [text, { fill: css("--muted") }]);
   return [...inLines(title, (width - 20) * 0.85).map((text) => [text, { fill: css("--ink"), "font-weight": 650, "font-size": 14 }]), ...plain];
 }
 
-/** The labels that colors and signs stand for, under a saved map of labels. */
+/** The legend of label colors and glyphs under a saved picture. */
 function keyMarks(names, width, top) {
   const across = Math.max(1, Math.floor((width - 20) / 150));
   return names.map((name, place) => {
@@ -53,7 +53,7 @@ function keyMarks(names, width, top) {
 }
 
 /**
- * The chart in a box as one SVG: a title, its axes and marks, under them the grid as a picture, and what its colors stand for.
+ * The chart in a box as one SVG: its title, axes and marks, the grid as an image beneath them, and its color bar or legend.
  * @param {Box} box
  */
 function chartAsSvg(box) {
@@ -86,7 +86,7 @@ function chartAsSvg(box) {
 }
 
 /**
- * The same as a PNG with two pixels for each of the page.
+ * The chart as a PNG with twice the page's pixels in each direction.
  * @param {Box} box
  */
 async function chartAsPng(box) {
@@ -109,13 +109,13 @@ function saveAs(name, content) {
 async function copyPicture(box, button) {
   try {
     await navigator.clipboard.write([new ClipboardItem({ "image/png": chartAsPng(box) })]);
-    say(button, "copied", "The picture is copied");
+    say(button, "copied", "Picture copied");
   } catch {
     say(button, "not allowed here; use PNG");
   }
 }
 
-/** Puts a note in the place of a button's text for a while, and tells it to screen readers. */
+/** Shows a note instead of a button's text for a while, and announces it to screen readers. */
 function say(button, note, told = note) {
   const text = button.dataset.text ??= button.textContent;
   button.textContent = note;
@@ -123,11 +123,11 @@ function say(button, note, told = note) {
   setTimeout(() => { button.textContent = text; }, 5000);
 }
 
-/** Copies the address of what is shown. */
+/** Copies the address of the current view. */
 async function copyLink(button) {
   try {
     await navigator.clipboard.writeText(location.href);
-  } catch {  // not allowed here: the old way
+  } catch {  // not allowed here: use the older method
     const field = el("textarea", { class: "hidden" });
     field.value = location.href;
     document.body.append(field);
@@ -151,7 +151,7 @@ export function picture(id, spec) {
 }
 
 /**
- * Buttons under a chart that save or copy it, and copy the address of what is shown.
+ * Buttons under a chart that save or copy it, and copy the address of the current view.
  * @param {Box} box
  */
 function saveButtons(box) {
@@ -165,5 +165,5 @@ function saveButtons(box) {
     button("SVG", "Save this picture as SVG", () => saveAs(file("svg"), new Blob([chartAsSvg(box)], { type: "image/svg+xml" }))),
     button("PNG", "Save this picture as PNG", async () => saveAs(file("png"), await chartAsPng(box))),
     button("copy", "Copy this picture", (made) => copyPicture(box, made)),
-    ...(embedded ? [] : [button("link", "Copy a link to what is shown", copyLink)]));
+    ...(embedded ? [] : [button("link", "Copy a link to this view", copyLink)]));
 }

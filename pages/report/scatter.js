@@ -1,4 +1,4 @@
-// Any figure of the heads against any other: induction against previous token, to begin with.
+// A scatter plot of any metric of the heads against any other; initially, induction against previous token.
 
 import { roundTicks } from "../shared/chart.js";
 import { $, el } from "../shared/dom.js";
@@ -35,13 +35,13 @@ export const scatterView = {
 
 const shownFigures = () => data.columns.map(({ key }) => key).filter((key) => known(data.rows, key).length);
 
-/** Whether a metric differs enough between heads to be looked at. */
+/** Returns true if a metric differs enough between heads to be worth plotting. */
 function varies(key) {
   const values = known(data.rows, key);
   return Math.max(...values) - Math.min(...values) > 0.1 * (data.column.get(key).unit === "share" ? 1 : Math.max(...values.map(Math.abs)));
 }
 
-/** Induction by previous token where these vary, else the first two metrics that do. */
+/** Sets the axes to induction against previous token if these vary, else to the first two metrics that vary. */
 export function startAxes() {
   const varied = shownFigures().filter(varies);
   const there = varied.length > 1 ? varied : shownFigures();
@@ -51,7 +51,7 @@ export function startAxes() {
   if (axes.x === axes.y) [axes.x, axes.y] = there;
 }
 
-/** Ranks from 0; equal values share the mean of theirs. */
+/** Ranks from 0; equal values get the mean of their ranks. */
 function ranks(values) {
   const order = [...values.keys()].sort((a, b) => values[a] - values[b]);
   const found = Array(values.length);
@@ -64,7 +64,7 @@ function ranks(values) {
   return found;
 }
 
-/** Spearman's rank correlation; NaN where one of the two never changes. */
+/** Spearman's rank correlation; NaN if one of the two is constant. */
 function rankCorrelation(x, y) {
   const [a, b] = [ranks(x), ranks(y)];
   const mean = (a.length - 1) / 2;
@@ -77,10 +77,10 @@ function rankCorrelation(x, y) {
   return both / Math.sqrt(left * right);
 }
 
-/** The standard error of a figure of a head; 0 without one. */
+/** The standard error of a head's metric; 0 if there is none. */
 const errorOf = (row, key) => row[`${key}_se`] || 0;
 
-/** A range with room at its ends, from 0 where that is near. */
+/** The range of the values, extended to 0 if that is near, with a margin at both ends. */
 function roomy(values) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (low > 0 && low < 0.6 * high) low = 0;
@@ -123,7 +123,7 @@ function drawScatter() {
   $("highest").replaceChildren(...order.map((place) => headLine(data.rows[place], figure(data.rows[place][y.key], y), place)));
 }
 
-/** Says what the colors and glyphs of some heads stand for. */
+/** Draws the legend for the colors and glyphs of some heads. */
 export function drawLabelLegend(id, rows) {
   $(id).replaceChildren(...data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)).map((name) => {
     return el("li", {}, glyph(name, pointGlyph(name)), name);

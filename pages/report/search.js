@@ -1,4 +1,4 @@
-// The search of the bar, and its keys.
+// The search field and buttons of the bar, and keyboard shortcuts.
 
 import { $ } from "../shared/dom.js";
 import { hideTip } from "../shared/tip.js";
@@ -15,7 +15,7 @@ import { tokenName } from "./words.js";
 const searching = { text: "", found: [], at: -1 };
 
 /**
- * Heads, metrics and tokens that a word names: `L5H3`, `induction`, `entropy<1`, `entropy`, `it`.
+ * Heads, metrics and tokens that match a word: `L5H3`, `induction`, `entropy<1`, `entropy`, `it`.
  * @returns {{ row?: number, token?: number, on?: string, metric?: string }[]}
  */
 function searchWord(word) {
@@ -37,7 +37,7 @@ function searchWord(word) {
     ?? rowsWith((name) => name.startsWith(low)).map((row) => ({ row }));
 }
 
-/** Goes to what the search names; again, to the next of its kind. `L5H3 it` names a head, then a token. */
+/** Goes to the first match of the search or, if it is repeated, to the next one. `L5H3 it` names a head, then a token. */
 async function search() {
   const text = $("search").value.trim();
   if (!text) return;
@@ -64,7 +64,7 @@ async function search() {
   await chooseToken(token, "to");
 }
 
-/** Says while a word is typed how many heads, metrics or tokens it names. */
+/** Shows, while a word is typed, how many heads, metrics or tokens match it. */
 function sayFound() {
   searching.text = "";
   const text = $("search").value.trim();
@@ -72,10 +72,10 @@ function sayFound() {
   $("found-by-search").textContent = length ? `${whole(length)} found; press Enter` : "";
 }
 
-/** Shows what an address names. */
+/** Shows the view and choices that an address gives. */
 function goTo(hash) {
   const before = data;
-  const up = scrollY > $("views").offsetTop;  // the bar stays in sight; what is under it begins at the top
+  const up = scrollY > $("views").offsetTop;  // then scroll so that the new view starts right below the sticky bar
   follow(hash);
   if (data !== before) { drawHeader(); drawNav(showRun); }
   showView();

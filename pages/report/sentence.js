@@ -1,4 +1,4 @@
-// What a head does at a token, in one sentence made of its weights.
+// One sentence that describes what a head does at a token, from its weights.
 
 import { el } from "../shared/dom.js";
 import { headName, whole } from "../shared/words.js";
@@ -6,8 +6,8 @@ import { OFFSET_OF } from "./proof.js";
 import { distance, rounded, tokenCode } from "./words.js";
 
 /**
- * The patterns that labels name: whether a key is an example of one, in what words, and for those that are said of any
- * head the figure that is its mean. `by` is the offset of a positional label.
+ * The patterns that labels describe: a test whether a key matches, the wording and, for patterns that can be named for any
+ * head, the metric that is the mean weight. `by` is the offset of a positional label.
  * @type {Record<string, { holds(layer: Layer, query: number, key: number, by?: number): boolean, words(layer: Layer, query: number, key: number): string, key?: string }>}
  */
 const RELATIONS = {
@@ -27,23 +27,23 @@ const RELATIONS = {
   "special tokens": { holds: (layer, _, key) => key > 0 && layer.to.special.includes(key), words: () => "a special token" },
   punctuation: { holds: ({ to }, _, key) => /^[ \t]*[\p{P}\n\r]+[ \t]*$/u.test(to.pieces?.[key] ?? to.tokens[key]), words: () => "punctuation" },
 };
-const ORDER = ["self", "previous token", "induction", "duplicate token", "first token"];  // what is said of any head, in this order
-const OF_PATCHES = ["self", "[CLS]", "special tokens"];  // of an image, whose patches have no order of reading
+const ORDER = ["self", "previous token", "induction", "duplicate token", "first token"];  // patterns that can be named for any head, in this order
+const OF_PATCHES = ["self", "[CLS]", "special tokens"];  // the only ones named for an image, whose patches have no reading order
 
-/** The place before the key, if the query's token stands there too; else −1. */
+/** The position before the key if it holds the same token as the query, else −1. */
 export function followed(layer, query, key) {
   const before = key - 1;
   return before >= 0 && before !== query && layer.from.tokens[query] === layer.to.tokens[before] ? before : -1;
 }
 
-/** Another place of the query's token, in words. */
+/** Describes another occurrence of the query's token. */
 function occurrence(layer, query, place) {
   if (place > query) return "a later occurrence of it";
   return layer.to.tokens.lastIndexOf(layer.from.tokens[query], query - 1) === place ? "its previous occurrence" : "an earlier occurrence of it";
 }
 
 /**
- * Whether a key is an example of what a label names.
+ * Returns true if a key matches the pattern of a label.
  * @param {{ label: string, key?: string }} label
  * @param {Layer} layer
  * @param {number} query
@@ -52,7 +52,7 @@ function occurrence(layer, query, place) {
 export const isExample = ({ label, key: figure }, layer, query, key) => Boolean(RELATIONS[label]?.holds(layer, query, key, OFFSET_OF[figure]));
 
 /**
- * The pattern that a query's strongest key is a clear example of, one of the head's own labels first; undefined if there is none.
+ * The pattern that a query's strongest key clearly matches, trying the head's own labels first; undefined if there is none.
  * @param {Row} row
  * @param {Layer} layer
  * @param {number} query
@@ -65,7 +65,7 @@ export function relationOf(row, layer, query, [key, value]) {
 }
 
 /**
- * How many keys a query can attend to.
+ * The number of keys that a query can attend to.
  * @param {Layer} layer
  * @param {number} query
  */
@@ -73,11 +73,11 @@ export const visibleKeys = ({ causal, to, visible }, query) => visible?.[query] 
 
 const CLEAR = { keys: 8, timesUniform: 3, share: 0.15 };
 
-/** Whether a weight says something of a head: it is far above that of uniform attention, over keys enough to choose from. */
+/** Returns true if a weight is informative: far above uniform attention, with enough keys to choose from. */
 export const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(CLEAR.share, CLEAR.timesUniform / keys);
 
 /**
- * What the head does at a token, in words. A pattern is named only where its weight is clear.
+ * Describes what the head does at a token. A pattern is named only if the weight is clear.
  * @param {Row} row
  * @param {Layer} layer
  * @param {number} query
@@ -101,7 +101,7 @@ export function sentence(row, layer, query, found) {
 }
 
 /**
- * The head's mean weight on a pattern that it has no label for, where it is known.
+ * The sentence about the head's mean weight on a pattern that it has no label for; empty if the mean is unknown.
  * @param {Row} row
  * @param {Layer} layer
  * @param {string} relation
@@ -111,5 +111,5 @@ function meanWords(row, { isTwin }, relation) {
   return typeof mean === "number" ? ` On average over queries: ${rounded(mean)}.` : "";
 }
 
-/** What uniform attention would put on each key. */
+/** The sentence about the weight that uniform attention would put on each key. */
 const uniformWords = (keys) => (keys === 1 ? " It can attend to no other key." : ` Uniform attention would put ${rounded(1 / keys)} on each of its ${whole(keys)} keys.`);

@@ -1,4 +1,4 @@
-// The story of a head: the text with arcs from a token to what it looks at, and one sentence made of the numbers.
+// The story of a head: the text with arcs from a token to the keys that it attends to, and one sentence that describes them.
 
 import { $, el, switches } from "../shared/dom.js";
 import { headName } from "../shared/words.js";
@@ -16,16 +16,16 @@ import { rawWords } from "./text.js";
 import { headRows, strongest, tokenWeights } from "./weights.js";
 
 let told = {};       // what the story shows: { row, token, rows }
-let peeks = 0;       // counts glances, so that a late one never replaces a newer one
+let peeks = 0;       // counts previews, so that a slow one never replaces a newer one
 
 /**
- * Shows the story of another head or token as long as the pointer is on it; of neither, the chosen one's.
+ * Shows the story of a head or token while the pointer is on it; without either, the story of the chosen head and token.
  * @param {{ row?: number, token?: number }} at
  */
 export async function peek({ row = state.row, token }) {
   if (row < 0 || state.view !== "heads") return;
   const head = data.rows[row];
-  const free = !state.settled && token === undefined && row !== state.row;  // the head's own best, for nothing else was asked for
+  const free = !state.settled && token === undefined && row !== state.row;  // show the head's best example, because nothing else was chosen
   const layer = free ? sceneOf(head, proofPiece(head)) : sceneOf(head);
   const at = token ?? chosenQueryOf(head);
   if (told.row === head && told.rows.layer === layer && (free || told.token === at)) return;
@@ -34,7 +34,7 @@ export async function peek({ row = state.row, token }) {
   if (mine === peeks && state.view === "heads") drawStory(head, rows, free ? tellingToken(head, rows) : at);
 }
 
-/** The chosen token, where a head's layer has it as a query. */
+/** The chosen token as a query of a head's layer, or its last query if the layer has fewer. */
 const chosenQueryOf = (row) => Math.min(state.token, sceneOf(row).from.tokens.length - 1);
 
 /**
@@ -65,7 +65,7 @@ export function drawStory(row, rows, token = chosenQueryOf(row)) {
 }
 
 /**
- * What the head does on the piece that is not shown, in one sentence.
+ * Describes in one sentence what the head does on the input that is not shown.
  * @param {Row} row
  * @param {Layer} layer
  */
@@ -79,7 +79,7 @@ async function drawAside(row, { isTwin }) {
   $("aside").replaceChildren(el("b", {}, isTwin ? "On the text: " : "On repeated random tokens: "), ...sentence(row, rows.layer, token, strongest(rows, token)));
 }
 
-/** The switch between the text and repeated random tokens, where a layer has both. */
+/** Draws the switch between the text and repeated random tokens, if a layer has both. */
 export function drawPieceSwitch(id, row, on = state.on) {
   $(id).hidden = !row.of.twin;
   switches($(id), id, [["text", "text"], ["repeats", "repeated random tokens", "A short sequence of repeated random tokens"]],
@@ -94,7 +94,7 @@ function drawStoryMap(row, { layer, map }, token) {
     click: ({ row: query }) => chooseToken(layer.rows.start(query), "to"),
     hover: (_, { row: query }) => peek({ row: data.rows.indexOf(row), token: layer.rows.start(Math.max(0, Math.min(layer.rows.cells - 1, query))) }),
     leave: () => peek({}),
-  }).setAttribute("aria-label", `Attention map of ${headName(row)}; the view Head has it in full`);
+  }).setAttribute("aria-label", `Attention map of ${headName(row)}; the Head view shows it in full`);
   $("guide-what").textContent = guideWords(row, layer, map);
 }
 

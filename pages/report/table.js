@@ -9,7 +9,7 @@ import { state } from "./state.js";
 import { figure } from "./words.js";
 
 const sorting = { key: "place", down: false };
-const LINES = 40;  // that are made at a time
+const LINES = 40;  // rows added at a time
 const listed = { now: "", order: [], shared: new Map() };
 
 export const tableView = {
@@ -25,7 +25,7 @@ export const tableView = {
   },
 };
 
-/** The coverage of a column when it is the same for every head, as it is where masks are alike. */
+/** The coverage of a column if it is the same for every head, as it is if all masks are the same; else null. */
 function sharedCoverage(key) {
   const all = data.rows.map((row) => row[`${key}_coverage`]);
   return typeof all[0] === "number" && all.every((value) => value === all[0]) ? all[0] : null;
@@ -74,14 +74,14 @@ function tableRow(index) {
   return line;
 }
 
-/** What a row is sorted by; those without it come last. */
+/** The value that a row is sorted by; rows without one come last. */
 function sortValue(row, index, key) {
   if (key === "place") return index;
   if (key === "label") return data.labels.indexOf(firstLabel(row));
   return row[key] ?? null;
 }
 
-/** The comparison of two rows, by their places, for the order that is chosen. */
+/** A function that compares two rows, given by index, for the chosen order. */
 function inOrder({ key, down }) {
   return (a, b) => {
     const [x, y] = [a, b].map((index) => sortValue(data.rows[index], index, key));
@@ -90,13 +90,13 @@ function inOrder({ key, down }) {
   };
 }
 
-/** A figure by what people call it: its key, or the heading of its column. */
+/** The key of the metric with a name: its key, its short name or its title. */
 export const columnNamed = (name) => data.columns.find(({ key, short, title }) => [key, short, title].some((one) => one.toLowerCase().replace(/\W+/g, "_") === name))?.key;
 
-/** The words of a filter; a condition is one word, however it is spaced. */
+/** The words of the filter; a condition is one word, even if it contains spaces. */
 const filterWords = () => state.filter.toLowerCase().replace(/\s*(<=|>=|<|>|=)\s*/g, "$1").split(/\s+/).filter(Boolean);
 
-/** A word of the filter as a test of a row: `entropy>2` on a figure, anything else on names and labels; undefined where it is neither. */
+/** A word of the filter as a test of a row: `entropy>2` tests a metric, other words names and labels; undefined if malformed. */
 export function condition(word) {
   const [, name, sign, number] = word.match(/^([^<>=]+)(<=|>=|<|>)(-?\d*\.?\d+)$/) ?? [];
   const key = name && columnNamed(name);
@@ -109,7 +109,7 @@ export function condition(word) {
   return (row) => typeof row[key] === "number" && compare(row[key], Number(number));
 }
 
-/** Lists the heads that the filter leaves, in the chosen order. */
+/** Lists the heads that match the filter, in the chosen order. */
 function listHeads() {
   const now = [state.run, state.filter, state.only, sorting.key, sorting.down, dark.matches].join("\n");
   if (now === listed.now) return;
@@ -123,7 +123,7 @@ function listHeads() {
   $("found").textContent = listed.order.length === length ? counted(length, "head") : `${whole(listed.order.length)} of ${counted(length, "head")}`;
   const example = data.columns[0] ? `${data.columns[0].key}>1` : "";
   $("filter-said").textContent = wrong.length
-    ? `Not understood: ${wrong.join(" ")}. A condition is a metric, a sign (<, >, <=, >=) and a number, such as ${example}.`
+    ? `Not understood: ${wrong.join(" ")}. A condition is a metric, an operator (<, >, <=, >=) and a number, such as ${example}.`
     : listed.order.length ? "" : "Nothing matches.";
   $("filter").setAttribute("aria-invalid", String(wrong.length > 0));
   for (const cell of $("table").tHead.rows[0].cells) {
@@ -135,7 +135,7 @@ function listHeads() {
   addLines();
 }
 
-/** Makes the next lines of the table: at the start, and when its end comes near. */
+/** Adds the next rows to the table: at the start, and when scrolling approaches its end. */
 function addLines() {
   const body = $("table").tBodies[0];
   const from = body.rows.length;
@@ -143,12 +143,12 @@ function addLines() {
   if (from) markRow();
 }
 
-/** Says that there are columns out of sight, where there are. */
+/** Shows a note if there are columns out of view. */
 function sayMoreColumns() {
   const box = $("table").parentElement;
   const left = box.scrollWidth - box.clientWidth - box.scrollLeft;
   $("more-columns").textContent = box.scrollWidth <= box.clientWidth + 4 ? ""
-    : left > 4 ? "More columns at the right: scroll sideways, or focus the table and use the arrow keys." : "This is the last column; scroll left for the first ones.";
+    : left > 4 ? "More columns to the right: scroll sideways, or focus the table and use the arrow keys." : "This is the last column; scroll left for the first ones.";
   box.classList.toggle("goes-on", left > 4);
 }
 

@@ -4,13 +4,13 @@ import { data } from "./look.js";
 import { isClear, isExample, visibleKeys } from "./sentence.js";
 import { strongest } from "./weights.js";
 
-/** Of each label found, in the rules' order: its heads, the surest first, and that one's label. */
+/** For each label found, in the order of the rules: its heads, the strongest first, and the label of that head. */
 export const bestExamples = () => Object.entries(data.labeled).map(([name, rows]) => ({
   name, rows, label: data.rows[rows[0]].labels.find(({ label }) => label === name),
 }));
 
 /**
- * A query worth showing first: one with a clear weight on a key that its head's first label names, of letters if it can be.
+ * A query worth showing first: preferably a word with a clear weight on a key that matches the head's first label.
  * @param {Row} row
  * @param {HeadRows} rows
  */

@@ -1,4 +1,4 @@
-// The text or the image itself: where a token looks, who looks at it, what is received in all.
+// The text or image: what a token attends to, what attends to it, or the total attention that each token receives.
 
 import { $, css, el, switches } from "../shared/dom.js";
 import { contrast, hex, inkOn, luminance } from "../shared/draw.js";
@@ -14,7 +14,7 @@ import { beforePatches, distance, tokenCode, tokenName, visible } from "./words.
 /** @type {HeadRows[]} */
 let textShown;  // the heads whose mean is shown: one, or all of the layer
 
-/** The heads whose mean the text shows. */
+/** Loads the heads whose mean the text shows. */
 export function loadText() {
   const row = chosen();
   return Promise.all((state.scope === "head" ? [row] : data.rows.filter(({ layer }) => layer === row.layer)).map((one) => headRows(one)));
@@ -50,13 +50,13 @@ function drawTextTitle() {
 }
 
 /**
- * That tokens are not the text as it was written, where they are not.
+ * A note if tokens are not shown as they are written in the text, else empty.
  * @param {Layer} layer
  */
 export const rawWords = ({ from, to }) => ([from, to].some((stream) => !stream.pieces && !stream.apart && !stream.grid && !stream.positions)
   ? "Tokens are shown as the tokenizer writes them because it does not give their positions in the text. " : "");
 
-/** The token boxes of the layer's streams, made anew only when these change. */
+/** Draws the token boxes of the layer's streams; rebuilds them only when the streams change. */
 function drawStreams() {
   const { layer } = textShown[0];
   const streams = layer.kind === "cross" ? [layer.from, layer.to] : [layer.from];
@@ -77,7 +77,7 @@ function drawStreams() {
 
 // --- the tokens --------------------------------------------------------------------------------
 
-/** The text as it was written, a button for each token; tokens of a word stay on one line where they fit. */
+/** The text as it was written, with a button for each token; the tokens of a word stay on one line if they fit. */
 export function tokenBox(stream) {
   const box = el("div", { class: "tokens" });
   let word = null;
@@ -105,14 +105,14 @@ function tokenButton(stream, index, letters, special) {
   const shown = letters.trim() ? letters.replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (mark) => (mark === "\n" ? mark : visible(mark))) : visible(letters);
   if (letters.trim()) button.append(shown);
   else {
-    // Blanks, and later bytes of a character: a mark, for there is nothing to be seen.
+    // Whitespace and the later bytes of a character are invisible, so show a mark.
     button.append(el("s", {}, letters ? shown : "·"));
     button.setAttribute("aria-label", letters ? shown : `token ${index}, ${visible(stream.tokens[index])}`);
   }
   return button;
 }
 
-/** A picture under the grid of its patches; other tokens stand above it. */
+/** A picture under the grid of its patches, with other tokens above it. */
 export function pictureBox(stream) {
   const [rows, columns] = stream.grid;
   const first = beforePatches(stream);
@@ -132,7 +132,7 @@ export function pictureBox(stream) {
   return el("div", { class: "picture" }, ...(first ? [others] : []), grid);
 }
 
-/** The token that a key pressed on another one leads to. */
+/** The token that a key press moves to; undefined for other keys. */
 export function nextToken(event, stream) {
   const at = Number(event.target.closest("[data-token]")?.dataset.token);
   const count = stream.tokens.length;
@@ -153,7 +153,7 @@ function connectTokens(box, stream) {
     const button = target.closest("[data-token]");
     if (!button || pointerType === "touch") return;
     const index = Number(button.dataset.token);
-    const verb = { to: "gets", from: "gives", all: "received" }[state.direction];
+    const verb = { to: "gets", from: "gives", all: "receives" }[state.direction];
     $("text-scale").replaceChildren(tokenCode(stream, index), ` at ${index}`, button.dataset.weight ? ` ${verb} ${button.dataset.weight}` : "");
   });
   box.addEventListener("pointerleave", sayScale);
@@ -168,13 +168,13 @@ function connectTokens(box, stream) {
 
 // --- their colors -----------------------------------------------------------------------------
 
-/** What the boxes show: the weight of the chosen token on each other, the mean over the heads shown. */
+/** The weights that the boxes show for the chosen token and direction, averaged over the heads shown. */
 function shownWeights() {
   const each = textShown.map((rows) => (state.direction === "all" ? receivedBy(rows) : tokenWeights(rows, state.token, state.direction)));
   return each[0].map((_, index) => each.reduce((sum, weights) => sum + weights[index], 0) / each.length);
 }
 
-/** Colors a token by a share of the full color, in an ink that can be read on it. */
+/** Colors a token with a fraction of the full color, and its text with a color that is readable on it. */
 export function colorButton(button, share) {
   const strength = Math.max(0, Math.min(1, share));
   button.style.setProperty("--w", strength.toFixed(3));
@@ -213,7 +213,7 @@ function colorTokens() {
   keepInSight(picked);
 }
 
-/** Scrolls the box, never the page, so that the chosen token is seen. */
+/** Scrolls the box, never the page, so that the chosen token is visible. */
 function keepInSight(picked) {
   const box = $("streams").querySelector(`.tokens[data-side="${picked}"], .tokens[data-side="both"]`);
   const button = box?.querySelector('[aria-pressed="true"]');
@@ -241,7 +241,7 @@ function drawStrongest(layer, weights) {
   $("strongest-rest").textContent = state.direction !== "to" || !exact ? "" : rest > 0.0005 ? `${weight(rest)} on all other keys.` : "No weight on other keys.";
 }
 
-/** Lines of `[index, weight]`: weight, token, an aside; `about` says of an index that its weight is a mean. A token can be chosen. */
+/** List items for `[index, weight]` pairs: weight, token (a button) and note. `about(index)` is true if the weight is a mean. */
 function weightList(stream, found, aside, direction, about) {
   return found.map(([index, value]) => {
     const button = el("button", { type: "button", class: "plain" }, tokenCode(stream, index));

@@ -1,11 +1,11 @@
-// The weights of a head: its map, and the rows of single tokens.
+// The weights of a head: its map, and the weights of single tokens.
 
 import { ofHead } from "../shared/codec.js";
 import { blocks } from "./look.js";
 import { sceneOf } from "./state.js";
 
 /**
- * What drawing one head's tokens needs: its map, and the keys that each query attends to most.
+ * The data for drawing one head's tokens: its map, and the keys that each query attends to most.
  * @param {Row} row
  * @param {Layer} layer
  * @returns {Promise<HeadRows>}
@@ -17,7 +17,7 @@ export async function headRows(row, layer = sceneOf(row)) {
 }
 
 /**
- * The top keys of a query: `[key, weight]`, exact, the strongest first.
+ * The stored top keys of a query with their exact weights, as `[key, weight]`, largest first.
  * @param {HeadRows} rows
  * @param {number} query
  * @returns {[key: number, weight: number][]}
@@ -28,7 +28,7 @@ export function topKeys({ keys, weights, kept }, query) {
 }
 
 /**
- * The strongest keys of a query: those that are kept, or of a map of single tokens, its own.
+ * The strongest keys of a query: the stored top keys or, if there are none and each map cell is one token pair, those of the map.
  * @param {HeadRows} rows
  * @param {number} query
  * @returns {[key: number, weight: number][]}
@@ -40,7 +40,7 @@ export function strongest(rows, query) {
 }
 
 /**
- * The weight of a token on each other: exact on top keys and where cells are tokens, else the mean of its block.
+ * A token's weight on each key ("to"), or each query's weight on it: exact for top keys and single-token cells, else a block mean.
  * @param {HeadRows} rows
  * @param {number} token
  * @param {string} direction

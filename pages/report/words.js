@@ -1,10 +1,10 @@
-// Figures, tokens and places in a text or an image as people read them.
+// Formatting of metrics, tokens and positions in a text or an image.
 
 import { el } from "../shared/dom.js";
 import { counted, percent, subscripts } from "../shared/words.js";
 
 /**
- * A figure as people read it, with as many digits as the largest of its column makes useful.
+ * A metric's value as text, with a number of digits that suits the largest value of its column.
  * @param {number | null | undefined} value
  * @param {Column} [column]
  */
@@ -22,7 +22,7 @@ export function visible(token) {
 }
 
 /**
- * What a token is called: its letters in the text, or where it has none, what the tokenizer calls it.
+ * The name of a token: its characters in the text or, if it has none, the tokenizer's own form of it.
  * @param {Stream} stream
  * @param {number} index
  */
@@ -49,7 +49,7 @@ export function cellPlace(axis, cell) {
 }
 
 /**
- * How far a key is from its query, in words: of patches, in rows and columns.
+ * The distance of a key from its query in words; for patches, in rows and columns.
  * @param {Layer} layer
  * @param {number} query
  * @param {number} key
@@ -60,7 +60,7 @@ export function distance(layer, query, key) {
   return query === key ? "itself" : query > key ? `${query - key} back` : `${key - query} ahead`;
 }
 
-/** How many tokens of an image come before its patches. */
+/** The number of tokens of an image that come before its patches. */
 export const beforePatches = ({ tokens, grid: [rows, columns] }) => tokens.length - rows * columns;
 
 /**
@@ -80,10 +80,10 @@ function patchDistance(stream, query, key) {
 
 export const tokenCode = (stream, index) => el("code", { class: "token" }, tokenName(stream, index));
 
-/** A share as whole percents; more digits where there would be none. */
+/** A fraction in whole percent; `<1 %` if it is above 0 but would round to 0. */
 export const rounded = (value) => (value > 0 && value < 0.005 ? `<1\u202f%` : percent(value));
 
-/** A difference with its sign; one that rounding would leave nothing of, to two digits. */
+/** A difference with its sign; one too small for the column's digits has two significant digits. */
 export function signed(value, column) {
   if (value === 0) return "0";
   const size = Math.abs(value);

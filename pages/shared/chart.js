@@ -1,4 +1,4 @@
-// Charts: a grid of colors on a canvas; axes, bars, lines, points, words and frames in SVG over it.
+// Charts: a color grid on a canvas, with axes, bars, lines, points, text and frames drawn over it in SVG.
 
 import { $, css, el } from "./dom.js";
 import { between, drawn, hex, palette, pixel } from "./draw.js";
@@ -8,24 +8,24 @@ const FONT = 12;
 const STEPS = [1, 2, 5, 10];
 
 /**
- * Draws a chart in the box `id`. Of a chart there is:
+ * Draws a chart in the element `id`. The fields of a spec are:
  *   width, height, margin { l, r, t, b }: pixels.
- *   x, y: axes { range, title, ticks, turned, mono, lines, share }. A range is what stands left and right, or below and
- *     above; ticks are [value, text]; `lines` draws one at each tick; `share(value)` replaces a linear scale.
- *   grid { z, low, high, stops, fill, gap, across, down, lost }: rows of numbers, each a cell round whole numbers, or
- *     all of them `across` and `down` some ranges; null and NaN stay blank. Colors run through `stops` from `low` to
- *     `high`, or are what `fill(value)` says; `lost` is that of infinite numbers.
+ *   x, y: axes { range, title, ticks, turned, mono, lines, share }. `range` is [left, right] for x, [bottom, top] for y;
+ *     ticks are [value, text]; `lines` draws a grid line at each tick; `share(value)` replaces the linear scale.
+ *   grid { z, low, high, stops, fill, gap, across, down, lost }: rows of numbers. Cells are centered on integers unless
+ *     `across` and `down` give the ranges that they cover; null and NaN stay blank. Colors run through `stops` from `low` to
+ *     `high`, or come from `fill(value)`; `lost` is the color of infinite numbers.
  *   bars [[x, y]], lines [{ points, color, width, dash, dots, more }], areas [{ points: [[x, low, high]], color, opacity }],
  *   points [{ x, y, size, color, glyph, edge, faint, error }],
- *   words [{ x, y, text, size, color }], guides (lines that are thin and dashed), frames [{ x0, x1, y0, y1, width, plain }].
- *   ramp [[value, text]]: the ticks of a bar of the grid's colors. over(spec): further elements, drawn last.
+ *   words [{ x, y, text, size, color }], guides (thin dashed lines), frames [{ x0, x1, y0, y1, width, plain }].
+ *   ramp [[value, text]]: the ticks of the color bar. over(spec): extra elements, drawn over the marks.
  *   hover(event, place), click(place), zoom(ranges), leave(): a place is { x, y, column, row, point }.
  * @param {string} id
  * @param {ChartSpec} spec
  */
 export function chart(id, spec) {
   const box = $(id);
-  if (spec.width <= spec.margin.l + spec.margin.r) return box;  // a view that is being left has no size
+  if (spec.width <= spec.margin.l + spec.margin.r) return box;  // a view that is being hidden has no size
   const first = !box.chart;
   box.chart = spec;
   box.classList.add("chart");
@@ -49,7 +49,7 @@ export function chart(id, spec) {
 const along = ([start, end], from, to, share = (value) => (value - start) / (end - start)) => (value) => from + share(value) * (to - from);
 
 /**
- * Puts other frames over a chart that is drawn.
+ * Replaces the frames of a chart that has been drawn.
  * @param {string} id
  * @param {Frame[]} frames
  */
@@ -63,7 +63,7 @@ export function reframe(id, frames) {
 // --- the grid ----------------------------------------------------------------------------------
 
 /**
- * The cells as a canvas, cut where the axes end.
+ * The cells on a canvas, clipped to the plot area.
  * @param {ChartSpec} spec
  */
 function gridPicture(spec) {
@@ -85,7 +85,7 @@ function gridPicture(spec) {
 const shareOf = ({ low, high }, value) => (high > low ? (value - low) / (high - low) : 0);
 const blank = (value) => value === null || Number.isNaN(value);
 
-/** A pixel for each cell. */
+/** Paints each cell as one pixel. */
 export function paintCells(canvas, grid, rows, columns) {
   [canvas.width, canvas.height] = [columns, rows];
   const [colors, lost] = [palette(grid.stops), grid.lost ? pixel(...hex(grid.lost)) : 0];
@@ -95,7 +95,7 @@ export function paintCells(canvas, grid, rows, columns) {
   grid.z.forEach((line, row) => {
     for (let column = 0; column < columns; column++) {
       const value = line[column];
-      if (value === null || value !== value) continue;  // none, or NaN
+      if (value === null || value !== value) continue;  // missing, or NaN
       const step = (value - grid.low) * scale + 0.5;
       pixels[row * columns + column] = value === Infinity && lost ? lost : colors[step < 0 ? 0 : step > 255 ? 255 : step | 0];
     }
@@ -106,7 +106,7 @@ export function paintCells(canvas, grid, rows, columns) {
 const rgb = (parts) => `#${parts.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
 export const cellColor = (grid, value) => (grid.fill ? grid.fill(value) : rgb(between(grid.stops.map(hex), shareOf(grid, value))));
 
-/** Cells with room between them. */
+/** Paints cells with gaps between them. */
 function paintApart(canvas, grid, wide, tall) {
   const [rows, columns] = [grid.z.length, grid.z[0].length];
   [canvas.width, canvas.height] = [Math.round(wide * devicePixelRatio), Math.round(tall * devicePixelRatio)];
@@ -121,7 +121,7 @@ function paintApart(canvas, grid, wide, tall) {
 }
 
 /**
- * The bar that says what the grid's colors stand for.
+ * The color bar of the grid, with ticks.
  * @param {ChartSpec} spec
  */
 export function rampMarks({ grid, ramp, area, width, margin }, id) {
@@ -166,13 +166,13 @@ function axisMarks({ x, y, area, toX, toY, height, margin }) {
   return found;
 }
 
-/** The room under an axis whose ticks are turned by so many degrees, with its title. */
+/** The height in pixels below an axis for tick labels rotated by `degrees` and, with `title`, for its title. */
 export function turnedRoom(texts, degrees, title = true) {
   const [longest, turn] = [Math.max(0, ...texts.map((text) => [...text].length)), (degrees * Math.PI) / 180];
   return Math.ceil(14 + 7.2 * longest * Math.sin(turn) + FONT * Math.cos(turn)) + (title ? 18 : 0);
 }
 
-/** Round numbers from `low` to `high`, about so many, as ticks. */
+/** About `count` ticks at round numbers from `low` to `high`. */
 export function roundTicks(low, high, count = 5) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -212,7 +212,7 @@ function lineMarks({ lines = [], toX, toY }) {
 }
 
 /**
- * Areas between two lines, broken where one has no place.
+ * Areas between two lines, interrupted where a value is not finite.
  * @param {ChartSpec} spec
  */
 function areaMarks({ areas = [], toX, toY }) {
@@ -230,7 +230,7 @@ function areaMarks({ areas = [], toX, toY }) {
 }
 
 /**
- * Where a pattern is expected: thin, dashed, and seen on any color.
+ * Thin dashed lines where a pattern is expected, visible on any color.
  * @param {ChartSpec} spec
  */
 function guideMarks({ guides = [], toX, toY }) {
@@ -268,26 +268,26 @@ function wordMarks({ words = [], toX, toY }) {
 }
 
 /**
- * Frames of two lines, so that they show on any color; a plain one is a single line of the mark's color.
+ * Frames drawn as two lines, so that they are visible on any color; a plain frame is a single line in the mark color.
  * @param {ChartSpec} spec
  */
 function frameMarks({ frames = [], toX, toY }) {
   return frames.flatMap(({ x0, x1, y0, y1, width = 2.5, plain }) => {
     const [left, right, top, bottom] = [toX(x0), toX(x1), ...[toY(y0), toY(y1)].sort((a, b) => a - b)];
-    // A path, because a rectangle without a width is not drawn.
+    // A path, because browsers do not draw a rectangle of zero width.
     const place = { d: `M${left} ${top}H${right}V${bottom}H${left}Z`, fill: "none" };
     const strokes = plain ? [["--mark", width]] : [["--panel", width + 3.5], ["--ink", width]];
     return strokes.map(([color, thick]) => drawn("path", { ...place, stroke: css(color), "stroke-width": thick }));
   });
 }
 
-/** A frame round the cell of a column and a row. */
+/** A frame around the cell at a column and a row. */
 export const frame = (x, y) => [{ x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5 }];
 
 // --- the pointer -------------------------------------------------------------------------------
 
 /**
- * What lies under the pointer; null outside the axes, and where there are points, away from all of them.
+ * The place under the pointer: null outside the plot area or, in a chart with points, if no point is near.
  * @param {Box} box
  * @param {PointerEvent} event
  * @returns {Place | null}

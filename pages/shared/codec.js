@@ -1,8 +1,8 @@
-// Packed arrays (see headwise.report.codec): gzip within base64, a plane of bytes after another.
+// Packed arrays (see headwise.report.codec): byte planes one after another, compressed with gzip, in base64.
 
 import { $ } from "./dom.js";
 
-/** The bytes in a text of gzip within base64. */
+/** The decompressed bytes of gzip data encoded in base64. */
 async function unpack(text) {
   const letters = atob(text);
   const packed = new Uint8Array(letters.length);
@@ -13,17 +13,17 @@ async function unpack(text) {
 
 export const unpackText = async (id) => new TextDecoder().decode(await unpack($(id).textContent));
 
-/** The number that the code of a float of 2 bytes stands for. */
+/** Decodes a 2-byte float from its 16 bits. */
 function half(code) {
   const [sign, power, rest] = [code & 0x8000 ? -1 : 1, (code >> 10) & 31, code & 1023];
   if (power === 31) return rest ? NaN : sign * Infinity;
   return sign * (power ? (1 + rest / 1024) * 2 ** (power - 15) : rest * 2 ** -24);
 }
 
-const HALVES = [];  // of every code, once one is asked for
+const HALVES = [];  // the value of every 16-bit code, filled on first use
 const word = new DataView(new ArrayBuffer(4));
 
-/** What the code of a float of so many bytes stands for. */
+/** Decodes a float of `planes` bytes (2 or 4). */
 function float(code, planes) {
   if (planes === 2) {
     if (!HALVES.length) for (let each = 0; each < 65536; each++) HALVES.push(half(each));
@@ -34,7 +34,7 @@ function float(code, planes) {
 }
 
 /**
- * The numbers of a grid (see headwise.report.codec), unpacked once: `{ shape, values }`, NaN for none.
+ * The numbers of a grid (see headwise.report.codec), unpacked once: `{ shape, values }`, with NaN for missing numbers.
  * @param {Grid} grid
  */
 export function numbers(grid) {
@@ -59,7 +59,7 @@ export function numbers(grid) {
 }
 
 /**
- * The part of a grid that is one head's: a flat array.
+ * One head's part of a grid, as a flat array.
  * @param {Grid} grid
  * @param {number} head
  */

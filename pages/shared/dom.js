@@ -1,13 +1,13 @@
-// Elements of the document, its style sheet's properties, groups of switches, and the message of an error.
+// Document elements, custom properties of the style sheet, groups of radio buttons, and the error message.
 
 /**
- * The element of an id.
+ * The element with an id.
  * @returns {Box}
  */
 export const $ = (/** @type {string} */ id) => /** @type {any} */ (document.getElementById(id));
 export const dark = matchMedia("(prefers-color-scheme: dark)");
 export const coarse = matchMedia("(pointer: coarse)");
-const properties = new Map();  // of the style sheet, as they have been read
+const properties = new Map();  // custom properties already read from the style sheet
 
 dark.addEventListener("change", () => properties.clear());
 
@@ -31,7 +31,7 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** A group of switches, one of which is on. `options` are [value, text, long name]. */
+/** Fills a group with radio buttons, of which `value` is on. `options` are [value, text, long name], or a string of plain text. */
 export function switches(box, name, options, value, change) {
   const legend = box.querySelector("legend");
   const held = box.contains(document.activeElement);
@@ -46,7 +46,7 @@ export function switches(box, name, options, value, change) {
   if (held) box.querySelector("input:checked")?.focus();
 }
 
-/** Switches on the one of a group of switches that has a value. */
+/** Turns on the radio button with this value in the group `name`. */
 export function check(name, value) {
   for (const input of /** @type {NodeListOf<any>} */ (document.getElementsByName(name))) input.checked = input.value === value;
 }

@@ -1,7 +1,7 @@
-// What pictures are drawn with: SVG, the colors of a scale, and the ink that can be read on a color.
+// Drawing tools: SVG elements, color scales, and a readable text color for a background.
 
 /**
- * An element of SVG.
+ * An SVG element.
  * @param {string} tag
  * @param {Record<string, any>} attributes
  * @param {(Node | string)[]} children
@@ -18,14 +18,14 @@ export const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "
 export const hex = (color) => [1, 3, 5].map((place) => parseInt(color.slice(place, place + 2), 16));
 export const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
-/** The color at a share, 0 to 1, of the way through some: `[red, green, blue]`. */
+/** The color at a fraction, 0 to 1, of the way through `stops`: `[red, green, blue]`. */
 export function between(stops, share) {
   const place = Math.max(0, Math.min(1, share)) * (stops.length - 1);
   const before = Math.min(stops.length - 2, Math.floor(place));
   return stops[before].map((value, part) => Math.round(value + (place - before) * (stops[before + 1][part] - value)));
 }
 
-/** 256 colors between some, as pixels. */
+/** 256 colors interpolated between `colors`, as pixels. */
 export function palette(colors) {
   const stops = colors.map(hex);
   return Uint32Array.from({ length: 256 }, (_, index) => pixel(...between(stops, index / 255)));
@@ -39,5 +39,5 @@ export function luminance(color) {
 
 export const contrast = (one, other) => (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
 
-/** Black or white, whichever has more contrast on `[red, green, blue]`: 4.58 at least. */
+/** Black or white, whichever has more contrast on `[red, green, blue]`: at least 4.58. */
 export const inkOn = (color) => (contrast(luminance(color), 0) > contrast(luminance(color), 1) ? "#000000" : "#ffffff");

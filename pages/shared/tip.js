@@ -1,4 +1,4 @@
-// The tip beside the pointer.
+// The tooltip beside the pointer.
 
 import { $, el } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// Choosing: a head and a step, a statistic, an alarm; then what follows from it is drawn anew.
+// Choosing a head and a step, a statistic or an alarm, and redrawing what depends on it.
 
 import { $, check, el } from "../shared/dom.js";
 import { headName, parseHead } from "../shared/words.js";
@@ -9,7 +9,7 @@ import { drawScalars } from "./scalars.js";
 import { canLog, scaleOf, shownText, stepText } from "./scale.js";
 import { drawFigures, drawHeadAlarms } from "./tables.js";
 
-/** Keeps the choice in the address. */
+/** Stores the current choices in the address. */
 export function remember() {
   const { columns } = shown();
   const found = new URLSearchParams({ statistic: state.statistic, head: headName(heads[state.head]) });
@@ -23,7 +23,7 @@ export function remember() {
   history.replaceState(history.state, "", `#${found}`);
 }
 
-/** Follows an address; of one that `remember` did not write, only what is there is taken. */
+/** Applies an address. Without a known statistic, all of it is ignored; invalid parts are ignored one by one. */
 export function follow(hash) {
   const found = new URLSearchParams(hash.slice(1));
   if (!statisticOf(found.get("statistic"))) return;
@@ -42,13 +42,13 @@ export function follow(hash) {
   if (found.get("follow") === "no") $("follow").checked = false;
 }
 
-/** Shows some steps, from one to another; all of them without. */
+/** Zooms to a range of steps, or to all steps without one. */
 export function zoom(found) {
   state.zoom = found ? found.xaxis : null;
   drawAll();
 }
 
-/** Makes a head and a column the chosen ones. */
+/** Chooses a head and a column. */
 export function choose(head, column) {
   const { columns } = shown();
   state.head = head;
@@ -68,14 +68,14 @@ export function showStatistic(key) {
   drawAll();
 }
 
-/** Tells listeners what is chosen. */
+/** Announces the current choice to screen readers. */
 function announce() {
   const [{ columns, values }, statistic] = [shown(), statisticOf()];
   const column = chosenColumn(columns);
   $("said").textContent = `${headName(heads[state.head])}, ${stepText(columns[column])}: ${statistic.title} ${shownText(values[state.head * columns.length + column])}`;
 }
 
-/** Draws what follows from the chosen head. */
+/** Draws everything that depends on the chosen head. */
 function drawHead() {
   $("bar-head").textContent = headName(heads[state.head]);
   $("head-title").textContent = headName(heads[state.head]);
@@ -87,7 +87,7 @@ function drawHead() {
 }
 
 export function drawAll() {
-  if (!$("heat").clientWidth) return;  // a window without a width
+  if (!$("heat").clientWidth) return;  // the window has no width, so nothing can be drawn
   const statistic = statisticOf();
   const on = { statistic: state.statistic, run: state.run, scale: scaleOf(statistic) };
   for (const [name, value] of Object.entries(on)) check(name, value);

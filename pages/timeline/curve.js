@@ -1,4 +1,4 @@
-// The chosen head over the steps: its values, their standard errors, the interquartile range of all heads.
+// The chosen head over the steps: its values and standard errors, and the interquartile range of all heads.
 
 import { chart } from "../shared/chart.js";
 import { $, el } from "../shared/dom.js";
@@ -18,9 +18,9 @@ function valuesOf(run, kind = "values") {
 const shownRuns = () => (state.run === DIFFERENCE ? runs : [runs[state.run]]);
 const runLetter = (run) => "ab"[runs.indexOf(run)];
 const COLORS = { a: "--accent", b: "--mark" };
-const HIGH = 190;  // pixels of the curve
+const HIGH = 190;  // height of the curve in pixels
 
-/** The range of the values that are drawn, and whether on a logarithmic scale: not with any below zero. */
+/** The range of the values drawn, and whether the scale is logarithmic (never with values below zero). */
 function curveRange() {
   const found = shownRuns().flatMap((run) => {
     const errors = valuesOf(run, "errors");

@@ -1,4 +1,4 @@
-// Heads by steps: a picture on a canvas, with axes, alarms and the choice drawn over it.
+// The heat map of heads by steps: a canvas with axes, alarms and the current choice drawn over it.
 
 import { chart, reframe } from "../shared/chart.js";
 import { $, css, el } from "../shared/dom.js";
@@ -9,13 +9,13 @@ import { TRIANGLE, alarmPaths, alarmText, entry, symbol } from "./marks.js";
 import { DIFFERENCE, changes, chosenColumn, columnAt, data, heads, isShare, reach, runs, shown, shownAlarms, shownHeads, state, statisticOf } from "./run.js";
 import { bounds, scaleOf, scaler, shownText, signedScaler, signedText, stepText, stepTicks, unitText, written } from "./scale.js";
 
-/** What the colors stand for: values, or their change since the first step. */
+/** The values that the colors show, or their change since the first step. */
 function colored() {
   const found = shown();
   return state.scale === "change" && state.run !== DIFFERENCE ? { ...found, values: changes(found) } : found;
 }
 
-/** How figures become colors: `{ share, colors, low, high, log }`. */
+/** The color scale: `{ share, stops, low, high, log }`. */
 function coloring(statistic) {
   if (state.scale === "change" && state.run !== DIFFERENCE) return signedColors(colored().values, false);
   if (state.run === DIFFERENCE) return signedColors(shown(statistic.key).values, scaleOf(statistic) === "log");
@@ -25,12 +25,12 @@ function coloring(statistic) {
     const start = Math.max(least, high * 1e-6);
     return { low: start, high, log: true, share: scaler(start, high, true), stops: VIRIDIS };
   }
-  if (low > high) return { low: 0, high: 1, log: false, share: scaler(0, 1, false), stops: VIRIDIS };  // nothing is finite
+  if (low > high) return { low: 0, high: 1, log: false, share: scaler(0, 1, false), stops: VIRIDIS };  // no value is finite
   const [from, to] = isShare(statistic) ? [0, Math.max(1, high)] : [statistic.unit === "logit" ? low : Math.min(0, low), high];
   return { low: from, high: to, log: false, share: scaler(from, to, false), stops: VIRIDIS };
 }
 
-/** Colors on both sides of zero. */
+/** A color scale with two sides around zero. */
 function signedColors(values, log) {
   const sizes = Float32Array.from(values, Math.abs).filter((size) => size > 0 && size < Infinity).sort();
   const [end, one] = [sizes.at(-1) ?? 1, sizes[sizes.length >> 1] ?? 1];
@@ -38,7 +38,7 @@ function signedColors(values, log) {
 }
 
 /**
- * The columns under each pixel from the left: from one place to another, or none.
+ * The columns under each pixel, from left to right: `[first, end]`, or null if there are none.
  * @param {Steps[]} columns
  * @param {number} wide
  * @param {number[]} reach
@@ -59,7 +59,7 @@ function columnsUnder(columns, wide, [low, high]) {
   return found;
 }
 
-/** One figure for some columns of a head: their mean, or the largest of what is a maximum. */
+/** One value for several columns of a head: their mean or, with `largest`, their maximum. */
 function together(values, from, to, largest) {
   let [found, count] = [largest ? -Infinity : 0, 0];
   for (let place = from; place < to; place++) {
@@ -72,7 +72,7 @@ function together(values, from, to, largest) {
   return count === 0 ? NaN : largest ? found : found / count;
 }
 
-/** The cells of the picture, as shares of the scale: one for each head and pixel. `most` columns share a pixel. */
+/** The cells of the heat map, one per head and pixel, as fractions of the scale. Up to `most` columns share a pixel. */
 function cellsOf(statistic, share, wide) {
   const { columns, values } = colored();
   const under = columnsUnder(columns, wide, reach());
@@ -88,7 +88,7 @@ function cellsOf(statistic, share, wide) {
   return { z, most: Math.max(...under.map((some) => (some ? some[1] - some[0] : 0))) };
 }
 
-/** Draws every head by steps; `choose` is called with a head and a column, `zoom` with a range of steps. */
+/** Draws the heat map; `choose` is called with a head and a column, `zoom` with a range of steps. */
 export function drawHeat(choose, zoom) {
   const statistic = statisticOf();
   const order = shownHeads();
@@ -118,7 +118,7 @@ export function drawHeat(choose, zoom) {
   drawRamp(color);
 }
 
-/** The names of heads, or of layers where heads are too thin for one each. */
+/** Ticks with the names of heads, or of layers if the rows are too thin for one name each. */
 function headTicks(order, tall) {
   if (tall >= 12) return order.map((head, row) => [row, headName(heads[head])]);
   if (state.sort !== "layer") return [];
@@ -157,13 +157,13 @@ function choiceFrames(order, tall) {
   return frames;
 }
 
-/** Draws the choice over the picture that is there. */
+/** Draws the current choice over the existing heat map. */
 export function drawChoice() {
   const order = shownHeads();
   reframe("heat", choiceFrames(order, $("heat").chart.area.height / order.length));
 }
 
-/** The legend of the picture: what its colors stand for. */
+/** Draws the legend of the heat map's colors and marks. */
 function drawRamp({ low, high, log, stops }) {
   const ramp = el("i", { class: "ramp" });
   ramp.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
@@ -180,7 +180,7 @@ function drawRamp({ low, high, log, stops }) {
   const own = alarms.some(({ statistic }) => statistic === state.statistic);
   const other = alarms.some(({ statistic }) => statistic !== state.statistic);
   $("legend").replaceChildren(...[
-    entry(el("span", {}, lowest), ramp, text(high), el("small", {}, log ? "\u00a0(logarithm)" : state.scale === "change" && state.run !== DIFFERENCE ? "\u00a0(change since the first step)" : "")),
+    entry(el("span", {}, lowest), ramp, text(high), el("small", {}, log ? "\u00a0(logarithmic)" : state.scale === "change" && state.run !== DIFFERENCE ? "\u00a0(change since the first step)" : "")),
     values.some(Number.isNaN) && entry(swatch("--soft"), "no value"),
     values.some((value) => value === Infinity) && entry(swatch("--bad"), "not finite"),
     own && entry(symbol("alarm", TRIANGLE), "alarm"),
@@ -188,7 +188,7 @@ function drawRamp({ low, high, log, stops }) {
   ].filter(Boolean));
 }
 
-/** What a tip says of a head at a column. */
+/** The tooltip lines for a head at a column. */
 export function cellTip(head, column) {
   const [{ columns, values }, statistic] = [shown(), statisticOf()];
   const { first, last } = columns[column];
@@ -203,7 +203,7 @@ export function connectKeys(choose) {
   for (const id of ["heat", "curve"]) $(id).addEventListener("keydown", (event) => keyed(event, choose));
 }
 
-/** Goes from head to head, layer to layer and step to step. */
+/** Moves to another head, layer or step. */
 function keyed(event, choose) {
   const { columns } = shown();
   const [column, { layer }] = [chosenColumn(columns), heads[state.head]];

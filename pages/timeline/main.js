@@ -1,4 +1,4 @@
-// The start: unpack, choose, draw.
+// Entry point: unpacks the results, chooses what to show, and draws it.
 
 import { unpackText } from "../shared/codec.js";
 import { $, dark, el, showError, switches } from "../shared/dom.js";
@@ -16,7 +16,7 @@ function drawSwitches() {
   if (canDiffer()) names.push([DIFFERENCE, "B − A", "B − A at the steps that both runs recorded"]);
   switches($("run"), "run", names, state.run, (key) => { state.run = key; drawAll(); });
   $("run").hidden = runs.length === 1;
-  switches($("scale"), "scale", [["linear", "linear"], ["log", "logarithm"], ["change", "change", "Change since the first step"]], "linear", (key) => { state.scale = key; drawAll(); });
+  switches($("scale"), "scale", [["linear", "linear"], ["log", "logarithmic"], ["change", "change", "Change since the first step"]], "linear", (key) => { state.scale = key; drawAll(); });
 }
 
 function drawOnce() {
@@ -28,7 +28,7 @@ function drawOnce() {
     fact(whole(heads.length), `head${heads.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`),
     ...runs.map((run, place) => fact(`${whole(run.first[0])} to ${whole(run.last.at(-1))}`,
       `steps${runs.length > 1 ? ` of ${RUN_NAMES[place]}` : ""}, ${whole(run.count.reduce((sum, count) => sum + count, 0))} recorded`)),
-    fact(whole(alarms.length), `alarm${alarms.length === 1 ? "" : "s"}${alarmed ? ` of ${counted(alarmed, "head")}` : ""}`),
+    fact(whole(alarms.length), `alarm${alarms.length === 1 ? "" : "s"}${alarmed ? ` in ${counted(alarmed, "head")}` : ""}`),
   );
   const notes = data.left_out.map((text) => `Left out: ${text}.`);
   if (runs.length > 1 && !canDiffer()) {
@@ -45,7 +45,7 @@ function drawOnce() {
   drawAlarms();
 }
 
-/** What to show first: the first alarm, else what the newest step has. */
+/** Chooses what to show first: the first alarm, else the newest step; and B − A, if there are two runs with common steps. */
 function beginning() {
   state.statistic = data.statistics[0].key;
   const [first] = everyAlarm().sort((a, b) => a.step - b.step);

@@ -1,11 +1,11 @@
-// What both charts mark, and their legends.
+// Alarm marks of both charts, and legend entries.
 
 import { el } from "../shared/dom.js";
 import { drawn } from "../shared/draw.js";
 import { state } from "./run.js";
 import { written } from "./scale.js";
 
-/** Triangles as one path a kind; alarms of other statistics than the one shown are small and hollow. */
+/** Triangles, as one path per kind; those for alarms of statistics that are not shown are small and hollow. */
 export function alarmPaths(points) {
   const marks = (kind, some, size) => (some.length === 0 ? [] : [drawn("path", {
     class: kind, d: some.map(({ at: [x, y] }) => `M${x.toFixed(1)} ${(y - size).toFixed(1)}l${size} ${1.75 * size}h${-2 * size}z`).join(""),
@@ -14,10 +14,10 @@ export function alarmPaths(points) {
   return [...marks("alarm other", points.filter((point) => !own(point)), 3.6), ...marks("alarm", points.filter(own), 5.5)];
 }
 
-/** What a tip and a listener say of an alarm. */
+/** The description of an alarm. */
 export const alarmText = ({ statistic, value, rule }) => `${statistic} is ${written(value)} (${rule})`;
 
-/** The symbol of a legend. */
+/** A symbol for a legend. */
 export const symbol = (kind, d) => drawn("svg", { viewBox: "0 0 12 12", class: "chart", "aria-hidden": "true" }, drawn("path", { class: kind, d }));
 export const TRIANGLE = "M6 1l4.6 8h-9.2z";
 

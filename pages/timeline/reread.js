@@ -1,13 +1,13 @@
-// Reading the file anew while a training goes on.
+// Reloading the page while a training run continues.
 
 import { $ } from "../shared/dom.js";
 import { remember } from "./choice.js";
 import { data } from "./run.js";
 
-const LONGEST = 300;  // seconds between two readings of a file that does not change
-let touched = 0;      // when somebody last did something here
+const LONGEST = 300;  // maximum seconds between two reloads of a file that does not change
+let touched = 0;      // time of the last input on this page
 
-/** Reads the file anew every so many seconds, unless somebody is busy with the page or has left it. */
+/** Reloads the page at an interval, unless someone is using it or it is hidden. */
 export function keepReading() {
   const { every, written: when } = data.reread;
   const { when: before, wait: waited, scroll, focus } = history.state ?? {};

@@ -1,11 +1,11 @@
-// The runs that are shown, what is chosen of them, and values of heads over columns: of A, of B, of B − A.
+// The runs shown, the current choices, and the values of heads over columns for A, B and B − A.
 
 import { numbers } from "../shared/codec.js";
 
 export const DIFFERENCE = "difference";
 export const state = { statistic: "", head: 0, step: Infinity, layer: -1, run: "0", scale: "", sort: "layer", zoom: null };
 /** @type {Run[] & { both?: { columns: Steps[], pairs: number[][], values: Map<string, Float32Array> } }} */
-export let runs = [];   // one run, or A and B; `runs.both` has what they share
+export let runs = [];   // one run, or A and B; `runs.both` has the columns that both share
 /** @type {any} */
 export let data;        // the results, with `statistics`, `layers` and how they are written
 /** @type {{ layer: number, head: number, module: string }[]} */
@@ -15,7 +15,7 @@ export let heads = [];  // { layer, head, module }, in the order of all arrays
 export const scalarsOf = (run) => Object.entries(run.scalars).map(([name, [steps, values]]) => [name, steps, values])
   .sort(([a], [b]) => Number(b === "loss") - Number(a === "loss") || (a < b ? -1 : 1));
 
-/** Unpacks the figures of all runs, and adds what charts need. */
+/** Unpacks the values of all runs, and adds the data that charts need. */
 export async function prepareRuns(found) {
   data = found;
   runs = data.runs;
@@ -33,16 +33,16 @@ export async function prepareRuns(found) {
 }
 
 /**
- * Alarms from lists of their steps, heads, …
+ * Alarm objects from parallel lists of steps, heads and so on.
  * @returns {Alarm[]}
  */
 const alarmsOf = (lists) => lists.step.map((_, place) => Object.fromEntries(Object.entries(lists).map(([key, all]) => [key, all[place]])));
 
-/** Columns with the steps that they stand for and their edges on the axis of steps. */
+/** Columns with the steps that they cover and their edges on the step axis. */
 function columnsOf(first, last, count) {
   const middle = first.map((step, place) => (step + last[place]) / 2);
   const gaps = middle.slice(1).map((step, place) => step - middle[place]).sort((a, b) => a - b);
-  const usual = gaps.length ? gaps[gaps.length >> 1] : 1;  // over wider gaps than usual nothing is drawn
+  const usual = gaps.length ? gaps[gaps.length >> 1] : 1;  // a column extends at most this far, so wider gaps stay empty
   const half = (place, side) => Math.min(Math.abs((middle[place + side] ?? middle[place] + usual) - middle[place]) / 2, usual);
   return first.map((step, place) => ({
     first: step, last: last[place], count: count[place], middle: middle[place],
@@ -50,7 +50,7 @@ function columnsOf(first, last, count) {
   }));
 }
 
-/** The columns that A and B share, each with its place in both. */
+/** The columns that A and B share, each with its index in both. */
 function bothColumns(a, b) {
   const name = ({ first, last, count }) => `${first} ${last} ${count}`;
   const place = new Map(b.map((column, index) => [name(column), index]));
@@ -63,7 +63,7 @@ export const isShare = (statistic) => statistic.unit === "share";
 /** @returns {Statistic | undefined} */
 export const statisticOf = (key = state.statistic) => data.statistics.find((one) => one.key === key);
 
-/** What is shown of a statistic: columns, and the figures `[heads × columns]`. */
+/** The data shown for a statistic: its columns and its values `[heads × columns]`. */
 export function shown(key = state.statistic) {
   if (state.run !== DIFFERENCE) return { columns: runs[state.run].columns, values: runs[state.run].values.get(key) };
   const { columns, pairs, values } = runs.both;
@@ -79,10 +79,10 @@ export function shown(key = state.statistic) {
   return { columns, values: values.get(key) };
 }
 
-/** B less A; not finite where one is not, NaN where one is missing. */
+/** B minus A; infinite if one is not finite, NaN if one is missing. */
 export const difference = (a, b) => (Number.isNaN(a) || Number.isNaN(b) ? NaN : Number.isFinite(a) && Number.isFinite(b) ? b - a : Infinity);
 
-/** How far each head is from its first finite value, at every column. */
+/** The change of each head since its first finite value, at every column. */
 export function changes({ columns, values }) {
   const wide = columns.length;
   return Float32Array.from(values, (value, place) => {
@@ -92,7 +92,7 @@ export function changes({ columns, values }) {
   });
 }
 
-/** The heads that are shown, in their order: by layer, by how much they change, or by their first alarm. */
+/** The heads shown, in order of layer, size of change, or first alarm. */
 export function shownHeads() {
   const some = [...heads.keys()].filter((head) => state.layer < 0 || heads[head].layer === state.layer);
   if (state.sort === "layer") return some;
@@ -111,14 +111,14 @@ export function shownHeads() {
 }
 
 /**
- * The column that a step lies in, or −1.
+ * The index of the column that contains a step, or −1.
  * @param {Steps[]} columns
  * @param {number} step
  */
 export const columnAt = (columns, step) => columns.findIndex(({ from, to, first, last }) => (step >= from && step < to) || (step >= first && step <= last));
 
 /**
- * The column nearest to a step.
+ * The index of the column nearest to a step.
  * @param {Steps[]} columns
  * @param {number} step
  */
@@ -128,10 +128,10 @@ export function nearest(columns, step) {
   return best;
 }
 
-/** The column that is chosen of those shown. */
+/** The index of the chosen column among those shown. */
 export const chosenColumn = (columns = shown().columns) => (state.step === Infinity ? columns.length - 1 : nearest(columns, state.step));
 
-/** The first and the last step on the axes: those zoomed in to, or all of all runs. */
+/** The first and last step on the axes: the zoomed range, or that of all runs. */
 export const reach = () => state.zoom ?? wholeReach();
 
 export function wholeReach() {
@@ -143,5 +143,5 @@ export const RUN_NAMES = ["A", "B"];
 export const everyAlarm = () => runs.flatMap((run, number) => run.alarms.map((alarm) => ({ ...alarm, number })));
 export const canDiffer = () => runs.length > 1 && runs.both.columns.length > 0;
 
-/** The alarms that are shown: of a run, or of both where their difference is. */
+/** The alarms shown: those of a run, or of both runs if their difference is shown. */
 export const shownAlarms = () => (state.run === DIFFERENCE ? runs : [runs[state.run]]).flatMap(({ alarms }) => alarms);

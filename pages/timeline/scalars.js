@@ -1,4 +1,4 @@
-// The loss, the learning rate and other numbers of steps, under the picture of heads and on its axis.
+// The loss, the learning rate and other scalars of each step, below the heat map and on its step axis.
 
 import { chart, roundTicks } from "../shared/chart.js";
 import { $, el } from "../shared/dom.js";
@@ -7,10 +7,10 @@ import { whole } from "../shared/words.js";
 import { DIFFERENCE, RUN_NAMES, reach, runs, scalarsOf, state } from "./run.js";
 import { written } from "./scale.js";
 
-const HIGH = 64;  // pixels of each
+const HIGH = 64;  // height of each chart in pixels
 const COLORS = ["--accent", "--mark"];
 
-/** Draws a small chart for each; `zoom` is called with a range of steps. */
+/** Draws a small chart for each scalar; `zoom` is called with a range of steps. */
 export function drawScalars(zoom) {
   const chosen = state.run === DIFFERENCE ? runs : [runs[state.run]];
   const names = [...new Set(chosen.flatMap((run) => scalarsOf(run).map(([name]) => name)))];

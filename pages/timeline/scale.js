@@ -1,10 +1,10 @@
-// How values are written, and the scales that they are drawn on.
+// Formatting of values, and the scales on which they are drawn.
 
 import { roundTicks } from "../shared/chart.js";
 import { whole } from "../shared/words.js";
 import { DIFFERENCE, data, isShare, runs, state } from "./run.js";
 
-/** A figure as people read it. */
+/** A value as text. */
 export function written(value) {
   if (value === null || value === Infinity) return "not finite";
   if (value === undefined || Number.isNaN(value)) return "–";
@@ -30,7 +30,7 @@ export function stepText({ first, last, count }) {
 }
 
 /**
- * The finite figures' bounds, over all runs: `{ low, high, least }`, the least above zero.
+ * The bounds of the finite values over all runs: `{ low, high, least }`; `least` is the smallest value above zero.
  * @param {Statistic} statistic
  */
 export function bounds(statistic) {
@@ -48,10 +48,10 @@ export function bounds(statistic) {
   return statistic.bounds;
 }
 
-/** Whether a logarithm makes sense, of each side of zero where there are two. */
+/** Returns true if a logarithmic scale makes sense, on each side of zero if there are two. */
 export const canLog = (statistic) => bounds(statistic).high > 0;
 
-/** The scale that is asked for, or one that fits: a logarithm where a few figures dwarf the rest. */
+/** The chosen scale or, without one, a scale that fits: logarithmic if a few values dwarf the rest. */
 export function scaleOf(statistic) {
   if (state.scale === "change" && state.run !== DIFFERENCE) return "change";
   if (!canLog(statistic)) return "linear";
@@ -61,20 +61,20 @@ export function scaleOf(statistic) {
   return !isShare(statistic) && low >= 0 && high > 30 * middles[middles.length >> 1] ? "log" : "linear";
 }
 
-/** From a figure to its share of a scale from `low` to `high`. */
+/** A function that maps a value to its fraction of a scale from `low` to `high`. */
 export function scaler(low, high, log) {
   if (!log) return (value) => (value - low) / (high - low || 1);
   const [start, span] = [Math.log(low), Math.log(high / low) || 1];
   return (value) => (value <= low ? 0 : (Math.log(value) - start) / span);
 }
 
-/** The same of differences up to `end` either way; with `log`, those above `one` by their logarithm. */
+/** The same for differences from −`end` to `end`; with `log`, sizes well above `one` are on a logarithmic scale. */
 export function signedScaler(end, one, log) {
   const size = (value) => (log ? Math.log1p(value / one) / Math.log1p(end / one) : value / end);
   return (value) => 0.5 + 0.5 * Math.sign(value) * size(Math.abs(value));
 }
 
-/** Ticks of a scale from `low` to `high`, about so many. */
+/** About `many` ticks of a scale from `low` to `high`. */
 export function valueTicks(low, high, many, log = false) {
   if (!log) return roundTicks(low, high, many);
   const decades = Math.log10(high / low);
@@ -89,7 +89,7 @@ export function valueTicks(low, high, many, log = false) {
 }
 
 /**
- * Ticks of the axis of steps, so many pixels wide: one wherever there is room for its number.
+ * Ticks of a step axis that is `wide` pixels wide: as many as there is room for.
  * @param {number[]} reach
  * @param {number} wide
  */

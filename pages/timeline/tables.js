@@ -1,4 +1,4 @@
-// Figures of the chosen head at the chosen step, and alarms.
+// The values of the chosen head at the chosen step, and the alarms.
 
 import { $, el } from "../shared/dom.js";
 import { counted, headName, whole } from "../shared/words.js";
@@ -8,7 +8,7 @@ import { errorText, signedText, stepText, written } from "./scale.js";
 
 const MOST_ALARMS = 200;
 
-/** A figure of the chosen head in a run at a step; NaN where it was not recorded there. */
+/** A value of the chosen head in a run at a step; NaN if it was not recorded then. */
 function figureAt(run, key, step, kind = "values") {
   const column = columnAt(run.columns, step);
   return column < 0 ? NaN : run[kind].get(key)?.[state.head * run.columns.length + column];
@@ -52,7 +52,7 @@ function ranges(numbers) {
   return parts.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`)).join(", ");
 }
 
-/** Each rule that was broken: by how many heads of which layers, and since when. */
+/** Lists each rule that was broken, with the layers, the number of heads and the first step. */
 function drawRules(all) {
   const rules = new Map();
   for (const alarm of all) {

@@ -1,4 +1,4 @@
-// The start: unpack, choose, shade.
+// Entry point: unpacks the results, handles choices, and shades the tokens.
 
 import { numbers, unpackText } from "../shared/codec.js";
 import { $, el, showError } from "../shared/dom.js";
@@ -9,12 +9,12 @@ const ALL = "all", RETRIEVAL = "retrieval", NO_TOKEN = -1, NAMED = 8, BESIDE = 3
 const state = { token: NO_TOKEN, heads: ALL };
 /** @type {Trace} */
 let data;
-let shaded = [];  // the prompt's tokens that have a color now
-let current = new Map();  // weights by keys
+let shaded = [];  // positions of the prompt's tokens that are colored now
+let current = new Map();  // key → weight
 /** @type {HTMLElement[]} */
 let spans;  // the prompt's tokens
 
-/** Unpacks a table of strongest keys: `row(n)` gives that row's `[key, weight]`. */
+/** Unpacks a table of the strongest keys into a function: `row(n)` returns the `[key, weight]` pairs of row n. */
 async function strongest(table) {
   if (!table) return null;
   const [keys, weights] = await Promise.all([numbers(table.keys), numbers(table.weights)]);
@@ -22,10 +22,10 @@ async function strongest(table) {
   return (row) => Array.from({ length: size }, (_, n) => [keys.values[row * size + n], weights.values[row * size + n]]).filter(([key]) => key >= 0);
 }
 
-/** The chosen token; none where the page has no weights of single heads for each token. */
+/** The chosen token; NO_TOKEN for a choice of heads if the page has no weights for each token and head. */
 const token = () => (state.heads === ALL || data.tables.by_both ? state.token : NO_TOKEN);
 
-/** The weights that are shown, as `[key, weight]`. */
+/** The weights shown, as `[key, weight]` pairs. */
 function shown() {
   const { heads } = state;
   const { tables, total } = data;
@@ -45,7 +45,7 @@ function shade() {
   shaded = [...current.keys()];
 }
 
-/** The tokens with the most attention, each with those beside it. */
+/** Lists the tokens with the most attention, each with its neighbors. */
 function drawPlaces() {
   const best = [...current].sort((a, b) => b[1] - a[1]).slice(0, NAMED);
   const text = (from, to) => data.tokens.slice(Math.max(0, from), to).join("").replace(/\s+/g, " ");
@@ -83,8 +83,8 @@ function draw() {
   const who = { [ALL]: "all heads", [RETRIEVAL]: "the retrieval heads" }[state.heads] ?? data.heads[state.heads][0];
   $("what").textContent = token() === NO_TOKEN
     ? `Attention of ${who}, summed over ${counted(data.generated.length, "generated token")}.`
-      + (state.token === NO_TOKEN ? "" : " The page has no weights of single heads for each token.")
-    : `Attention of ${who} where “${data.generated[token()]}” was generated; the strongest tokens are shown.`;
+      + (state.token === NO_TOKEN ? "" : " This page does not store weights of single heads for each token.")
+    : `Attention of ${who} where “${data.generated[token()]}” was generated; only the tokens with the most attention are shown.`;
   for (const [n, button] of [...$("generated").children].entries()) button.setAttribute("aria-pressed", String(n === state.token));
   $("heads").value = state.heads;
   hideTip();
@@ -98,11 +98,11 @@ function choose(changes) {
 function drawOnce() {
   const fact = (value, what) => el("li", {}, el("b", {}, value), ` ${what}`);
   const { generated, heads, retrieval, sinks, tokens } = data;
-  $("facts").replaceChildren(fact(whole(generated.length), "generated tokens"), fact(whole(tokens.length), "in the prompt"),
+  $("facts").replaceChildren(fact(whole(generated.length), "generated tokens"), fact(whole(tokens.length), "prompt tokens"),
     fact(whole(heads.length), "heads"), fact(whole(retrieval.length), "retrieval heads"));
   $("notice").hidden = !sinks.length;
-  $("notice").textContent = `${sinks.length === 1 ? "The first token is a sink: it holds" : `The first ${sinks.length} tokens are sinks: they hold`} `
-    + `${percent(data.sunk)} of the attention, and ${sinks.length === 1 ? "is" : "are"} left out of the shading.`;
+  $("notice").textContent = `${sinks.length === 1 ? "The first token is a sink: it receives" : `The first ${sinks.length} tokens are sinks: they receive`} `
+    + `${percent(data.sunk)} of the attention and ${sinks.length === 1 ? "is" : "are"} excluded from the shading.`;
   spans = tokens.map((token) => el("span", {}, token || NO_TEXT));
   $("prompt").replaceChildren(...spans);
   for (const key of sinks) spans[key].classList.add("sink");
@@ -116,8 +116,8 @@ function drawOnce() {
     ...heads.map(([name, module], n) => el("option", { value: n }, `${name}: ${module}`)));
   $("heads").addEventListener("change", () => choose({ heads: $("heads").value }));
   $("retrieval-what").textContent = retrieval.length
-    ? "Their strongest key holds the token that is generated, for this share of the generated tokens that the prompt holds (Wu et al. 2024)."
-    : "No head copies a tenth of the generated tokens that the prompt holds (Wu et al. 2024).";
+    ? "For this percentage of the generated tokens that occur in the prompt, the head’s strongest key is that token (Wu et al. 2024)."
+    : "No head copies a tenth or more of the generated tokens that occur in the prompt (Wu et al. 2024).";
   $("retrieval").replaceChildren(...retrieval.map((head) => {
     const button = el("button", { type: "button" }, heads[head][0]);
     button.addEventListener("click", () => choose({ heads: String(head) }));
@@ -126,21 +126,21 @@ function drawOnce() {
   $("made").replaceChildren(...data.made.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-/** Tells the weight of the token under the pointer. */
+/** Shows the weight of the token under the pointer. */
 function connectTip() {
   const places = new Map(spans.map((span, key) => [span, key]));
   $("prompt").addEventListener("pointerover", (event) => {
     const key = places.get(/** @type {any} */ (event.target));
     if (key === undefined) { hideTip(); return; }
     const value = data.sinks.includes(key) ? "a sink" : weight(current.get(key) ?? 0);
-    showTip(event, [["token", data.tokens[key], value], [`number ${whole(key)}`, null, ""]]);
+    showTip(event, [["token", data.tokens[key], value], [`position ${whole(key)}`, null, ""]]);
   });
   $("prompt").addEventListener("pointerleave", hideTip);
   addEventListener("scroll", hideTip, { passive: true });
 }
 
 async function start() {
-  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for the page; any of 2023 or later will do");
+  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for this page; use a version from 2023 or later");
   data = JSON.parse(await unpackText("results"));
   const [by_token, by_head, by_both] = await Promise.all([data.by_token, data.by_head, data.by_both].map(strongest));
   data.tables = { by_token, by_head, by_both };

@@ -67,7 +67,7 @@ def test_the_first_words_say_what_changed_most(tab: Tab) -> None:
     assert lines[1] == f"L0H2 entropy rose, {entropies[2]}"
     assert lines[4:] == ["L1H0 entropy rose by 0.00040 nats"]  # and head 1.1 did not change
     assert tab.text("#changed") == (
-        "1 label changed. Changes of labels come first, then the largest changes of metrics:"
+        "1 label changed. Label changes come first, then the largest metric changes:"
     )
     assert tab.text("#bar-head") == "L1H2"  # the page begins with it
 

@@ -271,7 +271,7 @@ def test_a_label_is_singled_out_in_the_map_the_table_and_the_scatter(tab: Tab, s
         button = tab.page.locator("#legend button", has_text=name)
         colored = sum(first_label(row) == name for row in seen.rows)
         further = sum(has_label(row, name) for row in seen.rows) - colored
-        tail = f" ({further} as a further label)" if further else ""
+        tail = f" ({further} as an additional label)" if further else ""
         assert button.text_content() == f"{name} {colored + further}{tail}"
         button.click()
         shown = flat(tab.plotted("heads"))
@@ -421,7 +421,7 @@ def test_a_wide_table_says_that_it_goes_on_and_keeps_its_heads_in_sight(
     tab = Tab(browser, page_file, viewport={"width": 700, "height": 700})
     tab.show("table")
     box = tab.page.locator("#view-table .scroll")
-    assert tab.text("#more-columns").startswith("More columns at the right")
+    assert tab.text("#more-columns").startswith("More columns to the right")
     left = tab.page.locator("#table tbody th").first.bounding_box()["x"]
     box.evaluate("(box) => { box.scrollLeft = box.scrollWidth }")
     tab.page.locator("#more-columns", has_text="the last column").wait_for()

@@ -263,7 +263,9 @@ def check_labels(row: dict[str, Any], labels: str, proof: str) -> None:
     uniform = not row["labels"] and gap is not None and gap < UNEVEN
     assert ("below that of uniform attention" in labels) is uniform
     assert all(label["label"] in labels for label in row["labels"])
-    if proved := re.search(r"where a head labeled (.+?) attends, the (.+?)\. On", proof):
+    if "where a head labeled" in proof:
+        proved = re.search(r"where a head labeled (.+?) attends \(the (.+?)\)\. On", proof)
+        assert proved is not None, proof
         (key,) = (one["key"] for one in row["labels"] if one["label"] == proved[1])
         offset = re.fullmatch(r"token (\d (?:back|ahead)|itself)", proved[2])
         where = offset[1] if offset else proved[2]

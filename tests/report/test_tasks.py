@@ -280,7 +280,7 @@ def test_figures_that_grow_with_the_length_are_not_ranked(browser: Any, tmp_path
     other = replace(long, provenance=long.provenance | {"model": "longer"})
     tab = Tab(browser, write_page(short, tmp_path / "page.html", other=other))
     said = tab.text("#compare-what")
-    assert "A is on 9 tokens, B on 23." in said
+    assert "A has 9 tokens, B has 23." in said
     assert said.endswith("left out of the ranking: entropy; mean distance.")
     shown = {name for _, name in tab.plotted("strip", "x.ticks")}
     assert not shown & {"entropy", "distance"}

@@ -197,7 +197,7 @@ def test_the_page_opens_on_the_first_alarm(browser: Any, run: Timeline, tmp_path
     assert tab.texts("#facts li") == [
         "5 heads in 2 layers",
         "1 to 60 steps, 7 recorded",
-        "2 alarms of 2 heads",
+        "2 alarms in 2 heads",
     ]
     assert chosen(tab) == {"statistic": "max_logit", "head": "L1H1", "step": "30"}
     assert tab.text("#head-title") == "L1H1"
@@ -660,7 +660,7 @@ def test_a_narrow_screen_hides_nothing(browser: Any, run: Timeline, tmp_path: Pa
         )
 
     wide = shown(1440)
-    assert {"statistics", "entropy", "4 alarms of 2 heads"} <= {*wide}
+    assert {"statistics", "entropy", "4 alarms in 2 heads"} <= {*wide}
     for width in (860, 520, 375):
         assert shown(width) == wide, width
     tab.close()

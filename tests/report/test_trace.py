@@ -294,7 +294,7 @@ def test_the_page_shows_one_token_of_some_heads(tmp_path: Path) -> None:
         page.select_option("#heads", label="retrieval heads")
         page.click("#generated button:nth-child(5)")
         assert shaded().index(1.0) == 12  # the token after the previous copy
-        assert page.text_content("#notice").startswith("The first token is a sink: it holds 2")
+        assert page.text_content("#notice").startswith("The first token is a sink: it receives 2")
         row = page.text_content("#segments tr.chosen td")
         heads = [traced.heads.index({k: one[k] for k in ("layer", "head", "module")})
                  for one in traced.retrieval]  # fmt: skip

@@ -42,13 +42,13 @@ def check(
         str | None, typer.Option(help="Write the template of a step, with blanks, to FILE.py.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="RULE", help="A lesson on one rule; `rules` lists them.")
+        str | None, typer.Option(metavar="RULE", help="Explain one rule; `rules` lists them all.")
     ] = None,
     hint: Annotated[
         int | None,
         typer.Option(
             metavar="1|2|3",
-            help="With --step: 1 describes the result of a line, 2 the computation, 3 shows the "
+            help="With --step: 1 describes the result of a line, 2 its computation, 3 shows the "
             "line. [default: 1]",
         ),
     ] = None,

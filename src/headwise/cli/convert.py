@@ -37,12 +37,12 @@ def convert(
         bool | None,
         typer.Option(
             "--bias/--no-bias",
-            help="Write biases of zeros, or omit biases that are zero, if OUT allows both.",
+            help="Write zero biases, or omit biases that are all zero, if OUT allows both.",
         ),
     ] = None,
     rotary_dim: Annotated[
         int | None,
-        typer.Option(help="Rotated features of a head. Default: from config.json, else all."),
+        typer.Option(help="Rotated features per head. Default: from config.json, else all."),
     ] = None,
     qk_norm_eps: Annotated[
         float | None, typer.Option(help="Epsilon of the QK-norm. Default: from config.json.")

@@ -33,7 +33,7 @@ def generate(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[
-        float, typer.Option(help="0 always selects the most likely token.")
+        float, typer.Option(help="Sampling temperature; 0 always selects the most likely token.")
     ] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     top_p: Annotated[

@@ -25,13 +25,13 @@ def ladder(
         bool, typer.Option("--compile", help="Compile the rungs, and run FlexAttention too.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Rounds of timing; each runs every rung.")] = 11,
+    rounds: Annotated[int, typer.Option(help="Timing rounds; each runs every rung.")] = 11,
     quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
 ) -> int:
-    """Run every rung of the ladder on the same weights, verify the outputs, then time them.
+    """Run every rung of the ladder on the same weights, verify the outputs, then time the rungs.
 
     Each metric is shown with its ratio to the previous rung. If a rung differs from the
     definition, the error names it, nothing is timed, and the exit code is 1.

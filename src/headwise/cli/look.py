@@ -122,7 +122,7 @@ def look(
 
     Supports causal models, encoders and encoder–decoders with a text, and vision transformers with
     an image. With many texts, metrics are means with standard errors, and maps show the first text.
-    `torchrun` distributes many texts over processes.
+    `torchrun` distributes the texts over processes.
 
     Example: `headwise look --text "The cat sat on the mat, and the cat slept."`
 

@@ -32,12 +32,12 @@ MOST_ALARMS = 10
 
 def timeline(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A history, or the folder of a monitored run.")
+        Path, typer.Argument(metavar="RUN", help="A history file, or a monitored run's folder.")
     ],
     compare: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN2", help="Another run of the model; shows B − A.", show_default=False
+            metavar="RUN2", help="Another run of the same model; shows B − A.", show_default=False
         ),
     ] = None,
     out: Annotated[
@@ -55,10 +55,10 @@ def timeline(
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print steps, alarms and last metrics as one JSON object."),
+        typer.Option("--json", help="Print steps, alarms and final metrics as one JSON object."),
     ] = False,
 ) -> int:
-    """Write one offline page with every head over the training steps, and alarms.
+    """Write one offline page with every head and its alarms over the training steps.
 
     Example: `headwise timeline notes-gpt --watch 10`
     """

@@ -39,11 +39,11 @@ def trace(
     document: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="A text before the prompt, shown as a segment; repeatable."
+            metavar="FILE", help="A text to put before the prompt, shown as a segment; repeatable."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 64,
-    sinks: Annotated[int, typer.Option(min=0, help="Tokens at the start that count as sinks.")] = 1,
+    sinks: Annotated[int, typer.Option(min=0, help="Number of initial tokens that are sinks.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
@@ -54,7 +54,7 @@ def trace(
         bool, typer.Option("--json", help="Print text, heads, segments and tokens as one object.")
     ] = False,
 ) -> int:
-    """Generate an answer, and show which tokens of the prompt each of its tokens attended to.
+    """Generate an answer, and show which prompt tokens each generated token attended to.
 
     Writes one offline page. Retrieval heads, which copy from the prompt, are listed; each document
     is a segment.

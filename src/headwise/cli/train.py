@@ -59,7 +59,7 @@ def train(
         float | None, _setting("dropout", "Dropout of embeddings and the residual stream.")
     ] = None,
     repeats: Annotated[
-        float | None, _setting("repeats", "Share of rows of repeated random tokens.")
+        float | None, _setting("repeats", "Fraction of rows with repeated random tokens.")
     ] = None,
     sinusoids: Annotated[
         bool | None,
@@ -76,7 +76,7 @@ def train(
         float | None, _setting("sinusoid_base", "Longest wavelength of the sinusoids ÷ 2π.")
     ] = None,
     held_out: Annotated[
-        float | None, _setting("held_out", "Share of the text that is held out.")
+        float | None, _setting("held_out", "Fraction of the text that is held out.")
     ] = None,
     seed: Annotated[int | None, _setting("seed", "Seed of weights, rows and dropout.")] = None,
     dtype: Annotated[
