@@ -10,7 +10,7 @@ from headwise.check.verdict import Verdict
 from headwise.systems import max_gpt2
 
 FILLED = {
-    "    # Tensor.constant, F.broadcast_to and F.band_part are of use.\n    return None": (
+    "    # Tensor.constant, F.broadcast_to and F.band_part are useful here.\n    return None": (
         '    hidden = Tensor.constant(float("-inf"), dtype=dtype, device=device)\n'
         "    hidden = F.broadcast_to(hidden, shape=(sequence_length, keys))\n"
         "    return F.band_part(hidden, num_lower=None, num_upper=0, exclude=True)"
