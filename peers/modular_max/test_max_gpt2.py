@@ -142,7 +142,7 @@ def test_faults_are_named(
         max_gpt2.GPT2MultiHeadAttention(SimpleNamespace(n_embd=10, n_head=3))
     with pytest.raises(ValueError, match="scale_attn_weights must be True"):
         max_gpt2.GPT2MultiHeadAttention(GPT2Config(scale_attn_weights=False))
-    with pytest.raises(ValueError, match=r"load_gpt2\(n_embd=768\): the state must have .*c_attn.weight"):
+    with pytest.raises(ValueError, match=r"load_gpt2\(n_embd=768\): the state must"):
         max_gpt2.load_gpt2(layer, {"c_attn.weight": np.zeros((3 * E, E))})
     with pytest.raises(ValueError, match=r"\[2, 8, 5\]\): the input must be \[B, T, 768\]"):
         run(np.zeros((B, T, 5)))

@@ -178,7 +178,7 @@ def test_another_way_to_attend_is_left_out_and_followed_next_time() -> None:
         with hw.watch(model) as seen:
             model(**inputs)
         assert len(seen) == 0
-        assert "watch the model once more" in seen.left_out["layers.0.self_attn"]
+        assert "watch the model again" in seen.left_out["layers.0.self_attn"]
         assert not is_known(model)
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = function

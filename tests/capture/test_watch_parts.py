@@ -343,7 +343,7 @@ def test_shares_of_the_keys_are_not_told(weighted: bool, spelled: bool) -> None:
         return heads((weights * torch.stack(made)).sum(0))
 
     torch.manual_seed(0)
-    assert_left_out(seen_of(Attends(shares), torch.randn(B, T, H * D)), "shares of the keys")
+    assert_left_out(seen_of(Attends(shares), torch.randn(B, T, H * D)), "some of the keys")
 
 
 def test_a_softmax_that_runs_along_the_keys_is_not_told() -> None:

@@ -153,7 +153,7 @@ def test_what_makes_no_term_is_refused() -> None:
             ValueError, match=f"{next(iter(keywords))} must be a finite number above 0"
         ):
             hw.EntropyFloor(layer(), **keywords)
-    with pytest.raises(ValueError, match=r"is no nn\.Module"):
+    with pytest.raises(ValueError, match=r"is not an nn\.Module"):
         hw.EntropyFloor(0.5)  # type: ignore[arg-type]
     floor = hw.EntropyFloor(layer())
     with pytest.raises(ValueError, match="enter it around the forward pass first"):

@@ -185,9 +185,13 @@ class Monitor:
         self.alarms: list[Alarm] = []
         self._last_maxima: dict[str, Tensor] = {}
         # The hook keeps the monitor alive.
-        self._hook: Any = None if optimizer is None else hook_steps(call, optimizer, self._stepped)
+        self._hook: Any = None if optimizer is None else self._hook_optimizer(call, optimizer)
         self._paused = False
         self.resume()
+
+    def _hook_optimizer(self, call: str, optimizer: torch.optim.Optimizer) -> Any:
+        """Hook the steps of the optimizer; the hook keeps the monitor alive."""
+        return hook_steps(call, optimizer, self._stepped)
 
     def _about(self) -> dict[str, Any]:
         names = [name for statistic in self._statistics for name in statistic.names]
@@ -437,9 +441,13 @@ class Monitor:
                 act(alarm)
         stops = [alarm for alarm in alarms if then[alarm.rule] == "stop"]
         if "stop" in then.values() and any_of_all(bool(stops), self._device):
-            assert self._save is not None  # required by `_check_rules`
-            self._save()
-            raise StopTraining(stops)
+            self._stop(stops)
+
+    def _stop(self, alarms: Sequence[Alarm]) -> None:
+        """Save and stop the training; the monitors of trainers stop it otherwise."""
+        assert self._save is not None  # required by `_check_rules`
+        self._save()
+        raise StopTraining(alarms)
 
     def _warn(self, message: str, about: object = None) -> None:
         """Warn once for each subject `about`, or for each message."""

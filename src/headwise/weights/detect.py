@@ -22,9 +22,12 @@ from .packing import axes_of
 Shape = tuple[int, ...]
 
 _NORM = re.compile(
-    r"(pre_|post_|input_|self_attn_)?(layer_?norm|norm|ln)_?\d*[./](weight|bias)", re.IGNORECASE
+    r"((pre_|post_|input_|self_attn_)?(layer_?norm|ln)_?\d*|(pre_|post_|input_|self_attn_)norm_?\d*"
+    r"|norm_?\d+)[./](weight|bias)",
+    re.IGNORECASE,
 )
-"""Names of norms next to a layer that do not apply to its queries and keys."""
+"""Names of norms next to a layer that do not apply to its queries and keys. A plain `norm` may be
+between its heads and its output projection, as with `scale_norm` in timm."""
 
 # A converted layer keeps the names next to it, so each layout ignores those of all layouts.
 BESIDE = tuple(start for layout in LAYOUTS.values() for start in layout.ignored)
