@@ -241,7 +241,7 @@ def test_what_cannot_be_merged() -> None:
         assert "no rank has a result" in nothing
         assert "ranks gave Running, Watched" in apart
         assert "merged(int): give the result of watch()" in other
-        assert "does not add up" in figures
+        assert "cannot be combined" in figures
 
 
 def test_without_a_group_nothing_is_shared() -> None:
