@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -160,7 +160,7 @@ def kept_calls(
         return one
 
     gradient: Literal["full"] | None = None if score is None else "full"
-    with _readers(model, unread):
+    with _readers(model, unread) if values else nullcontext():
         run = run_heads(
             function, model, inputs, keep, modules=modules, score=score, gradient=gradient
         )
