@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .._tables import HeadTable
 from ..capture.head_address import HeadAddress, as_written, parse_head
 from ..capture.modules import attending, check_model
+from ..capture.ranks import number_of_heads
 from ..core.masks import Causal
-from ..core.numbers import as_int
 from ..stats.mass import Mass
 from ..stats.observe import observe
 from ..stats.patterns import Previous
@@ -33,8 +33,6 @@ _BEFORE = """ln_1 ln1 input_layernorm input_layer_norm layernorm_before attentio
 
 _LAST = "ln_f norm norm_f final_layer_norm final_layernorm final_norm ln_final".split()
 """Names of the norm before the unembedding."""
-
-_HEADS = "num_heads num_attention_heads n_head n_heads nhead heads".split()
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +236,8 @@ def circuits(
     for number, layer in enumerate(layers):
         place = layer.prefix.rstrip("./")
         inside = [name for name in names if f"{name}.".startswith(layer.prefix)]
-        heads = num_heads or _heads_of(modules.get(place), modules[""])
+        owner = modules.get(place)
+        heads = num_heads or number_of_heads(*(owner.modules() if owner else ()), model)
         parts, groups = _parts(layer, state, heads, quoted)
         name = inside[0] if len(inside) == 1 else place
         found.append(_layer(name, number, parts, groups, modules, place, tables))
@@ -302,17 +301,6 @@ def _parts(
 def _wide(x: Tensor) -> Tensor:
     """Return a weight in at least float32, without a graph."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _heads_of(module: nn.Module | None, model: nn.Module) -> int | None:
-    """Return the number of heads, from an attribute of a module, a submodule or a config."""
-    owners: Iterator[Any] = iter([*(module.modules() if module else ()), model])
-    for owner in owners:
-        for holder in (owner, getattr(owner, "config", None)):
-            for name in _HEADS:
-                if (count := as_int(getattr(holder, name, None))) is not None:
-                    return count
-    return None
 
 
 def _scale(module: nn.Module | None) -> float | None:
